@@ -1,0 +1,5 @@
+"""`python -m ropext`."""
+
+from ropext.cli import main
+
+main()

@@ -1,0 +1,26 @@
+"""Every exception that ropext raises on purpose.
+
+    RopextError             exit 1   something failed: a file, a write, a verification
+    ├── UsageError          exit 2   the request cannot be understood, or contradicts itself
+    └── Refused             exit 3   understood, but wrong to do
+
+A message is one or two lines: the rule, the value found, what to do instead.
+"""
+
+
+class RopextError(Exception):
+    """The work was started and did not succeed. Base of all errors here."""
+
+    exit_code = 1
+
+
+class UsageError(RopextError):
+    """The request is unparsable, incomplete or contradicts itself."""
+
+    exit_code = 2
+
+
+class Refused(RopextError):
+    """The request is understood and would do harm, so nothing was written."""
+
+    exit_code = 3

@@ -1,0 +1,48 @@
+"""Lengths in tokens: "8k" <-> 8192, growing schedules and free lists.
+
+`k` is 1024 and `m` is 1024 * 1024, in either case.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ropext.errors import UsageError
+
+LONGEST = 2**24  # tokens; float32 counts no further without gaps
+_LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
+
+
+def parse_length(text: str) -> int:
+    """Tokens that `text` names. Raises UsageError unless it is a whole number above 0 with k, m or nothing behind."""
+    match = _LENGTH.fullmatch(text.strip())
+    tokens = int(match[1]) * _UNITS[match[2].lower()] if match and len(match[1]) < 19 else 0
+    if tokens < 1:
+        raise UsageError(f"a length is a whole number of tokens such as 512, 2k or 1m: found {text!r}")
+    return tokens
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Lengths separated by commas, in the order given, each once. Raises UsageError for anything else."""
+    return tuple(dict.fromkeys(parse_length(part) for part in text.split(",")))
+
+
+def parse_schedule(text: str) -> tuple[int, ...]:
+    """Growing stage lengths, such as 2k,4k,8k. Raises UsageError unless each is longer than the one before."""
+    stages = tuple(parse_length(part) for part in text.split(","))
+    for shorter, longer in zip(stages, stages[1:], strict=False):
+        if longer <= shorter:
+            raise UsageError(
+                f"each stage of a schedule is longer than the one before: found {format_length(longer)} after "
+                f"{format_length(shorter)} in {text!r}"
+            )
+    return stages
+
+
+def format_length(tokens: int) -> str:
+    """The shortest exact name: 8192 -> "8k", 1000 -> "1000"."""
+    for unit in ("m", "k"):
+        if tokens >= _UNITS[unit] and tokens % _UNITS[unit] == 0:
+            return f"{tokens // _UNITS[unit]}{unit}"
+    return str(tokens)

@@ -1,0 +1,105 @@
+"""Loads a checkpoint's model in stock transformers, and refuses one that is not what its files say.
+
+No code from a checkpoint runs, no pickle is read, and nothing is left to random initialisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ropext.errors import RopextError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+TABLE_TOLERANCE = 1e-6  # relative; float32 rounding, far below the 4e-3 of a table cast to bf16
+
+
+def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """The checkpoint's model in eval mode, every weight from its files and its rotary table checked.
+
+    `dtype` is torch's name of it; rotary tables stay float32. Raises RopextError if it cannot be loaded whole.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise RopextError(f"transformers cannot load {path}: {_first_line(error)}") from error
+    model, info = loaded
+    check_weights(path, info)
+    check_rotary_tables(model)
+    placed: PreTrainedModel = model.to(device).eval()  # a move alone: a dtype here would cast the rotary tables
+    return placed
+
+
+def check_weights(path: str | Path, info: dict[str, Any]) -> None:
+    """Raises RopextError if `info`, from from_pretrained, names a weight that the files did not give."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise RopextError(
+            f"every weight must come from the checkpoint: {path} lacks {len(missing)}, such as {missing[0]}; "
+            "get the whole checkpoint"
+        )
+
+
+def check_rotary_tables(model: nn.Module) -> None:
+    """Raises RopextError unless each rotary table on the model is the one that its config gives.
+
+    A table left uninitialised by loading, or cast to half precision, costs quality in silence (the loss is then random
+    from step 1, or drifts with position), so a fresh module of the same class is the oracle.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
+            expected = dict(type(module)(module.config).named_buffers())
+            for buffer, table in module.named_buffers():
+                if buffer.endswith("inv_freq"):
+                    _check_table(f"{name}.{buffer}", table, expected[buffer])
+
+
+def _check_table(name: str, table: Any, expected: Any) -> None:
+    """Raises RopextError unless both tensors `[F]` hold the same frequencies (radians per token)."""
+    table, expected = table.detach().cpu().double(), expected.double()
+    if table.shape != expected.shape:
+        raise RopextError(
+            f"rotary table does not match config: {name} has {table.numel()} frequencies, not {expected.numel()}"
+        )
+    wrong = ((table - expected).abs() <= TABLE_TOLERANCE * expected.abs()).logical_not().nonzero()
+    if len(wrong):
+        pair = int(wrong[0])
+        raise RopextError(
+            f"rotary table does not match config: {name} turns pair {pair} by {table[pair]:.6g} radians per token, "
+            f"the config gives {expected[pair]:.6g}; reload the checkpoint in float32"
+        )
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers' own progress bars off, and afterwards as they were."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error of another library, for a message of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

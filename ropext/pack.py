@@ -1,0 +1,132 @@
+"""Documents -> windows of one exact length, and the windows of each optimizer step.
+
+A window is cut from one document, so no token sees another document and positions run from 0 to length - 1 without a
+reset. Shapes: N tokens of all documents, W windows, B windows in a step, T tokens in a window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ropext.errors import Refused, RopextError
+from ropext.lengths import format_length
+from ropext.schedule import Stage
+from ropext.texts import Document
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MOST_EPOCHS = 4  # up to four passes are nearly as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Corpus:
+    """The token ids of all documents, end to end, and where each document ends."""
+
+    tokens: NDArray[np.int32]  # `[N]`, without any special token that a tokenizer adds
+    ends: NDArray[np.int64]  # of each document, in tokens
+    bos: int | None  # begins each window, where the tokenizer's convention has one
+
+    def windows(self, length: int) -> Windows:
+        """Consecutive whole windows of each document; a remainder, or a shorter document, gives none."""
+        import numpy as np
+
+        body = length - (self.bos is not None)
+        begins = np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
+        counts = (self.ends - begins) // body if body > 0 else np.zeros_like(begins)
+        starts = [begin + body * np.arange(count) for begin, count in zip(begins, counts, strict=True)]
+        return Windows(
+            length=length,
+            corpus=self,
+            starts=np.concatenate(starts).astype(np.int64),
+            documents=int((counts > 0).sum()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Windows:
+    """Every distinct window of one length."""
+
+    length: int  # tokens, the BOS included
+    corpus: Corpus
+    starts: NDArray[np.int64]  # `[W]`, places in corpus.tokens
+    documents: int  # that are long enough to give a window
+
+    @property
+    def share_long_enough(self) -> float:
+        """Of the documents, between 0 and 1."""
+        return self.documents / len(self.corpus.ends)
+
+    @property
+    def largest_position(self) -> int:
+        """The largest position that training on these windows reaches."""
+        return self.length - 1
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the windows, whatever files they came from: hex digest of their tokens and bounds."""
+        digest = hashlib.sha256(f"{self.length} {self.corpus.bos} ".encode())
+        for array in (self.corpus.tokens, self.starts):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def batch(self, *, seed: int, stage: int, step: int, size: int) -> NDArray[np.int64]:
+        """The windows of one optimizer step, the same whenever it is asked for: `[B, T]`.
+
+        Each epoch is a permutation of all windows that depends on the seed, the number of the stage and of the epoch.
+        """
+        import numpy as np
+
+        places = range(step * size, (step + 1) * size)
+        orders = {
+            epoch: np.random.default_rng((seed, stage, epoch)).permutation(len(self.starts))
+            for epoch in {place // len(self.starts) for place in places}
+        }
+        numbers = [orders[place // len(self.starts)][place % len(self.starts)] for place in places]
+        head = [] if self.corpus.bos is None else [self.corpus.bos]
+        body = self.length - len(head)
+        rows = [self.corpus.tokens[start : start + body] for start in self.starts[numbers]]
+        return np.stack([np.concatenate([np.asarray(head, np.int64), row]) for row in rows])
+
+
+def bos_of(tokenizer: Any) -> int | None:
+    """The BOS that the tokenizer's own convention puts before a text, or None where it puts none."""
+    bos: int | None = tokenizer.bos_token_id
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    return bos if bos is not None and ids[0] == bos else None
+
+
+def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
+    """Token ids of `text` without special tokens: `[N]`. Not verbose, since any length is right here."""
+    import numpy as np
+
+    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+
+def tokenize(tokenizer: Any, documents: Iterable[Document]) -> Corpus:
+    """All documents as tokens, each text encoded once. Raises RopextError where there is no document."""
+    import numpy as np
+
+    ids = [encode(tokenizer, document.text) for document in documents]
+    if not ids:
+        raise RopextError("training needs at least one document: found none; check what --data names")
+    ends = np.cumsum([len(document) for document in ids], dtype=np.int64)
+    return Corpus(tokens=np.concatenate(ids), ends=ends, bos=bos_of(tokenizer))
+
+
+def check_supply(windows: Sequence[Windows], stages: Sequence[Stage]) -> None:
+    """Raises Refused unless each stage has enough distinct windows to repeat none more than `MOST_EPOCHS` times."""
+    for found, stage in zip(windows, stages, strict=True):
+        needed = stage.steps * stage.batch
+        if len(found.starts) * MOST_EPOCHS < needed:
+            length = format_length(stage.length)
+            raise Refused(
+                f"the {length} stage needs {-(-needed // MOST_EPOCHS)} distinct windows of {stage.length} tokens "
+                f"({needed} in all, each at most {MOST_EPOCHS} times): found {len(found.starts)}, in "
+                f"{found.documents} of {len(found.corpus.ends)} documents; give more long documents with --data, lower "
+                f"--tokens-per-stage or --steps-per-stage, or leave {length} out of --schedule"
+            )

@@ -1,0 +1,106 @@
+"""ropext.json: where a checkpoint comes from, what was changed in it, and the original bytes of what was.
+
+Lies beside the weights of each checkpoint that ropext writes. Lengths are in tokens, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import ropext
+from ropext.checkpoint import CONFIG, SCHEMA, TOKENIZER_CONFIG, Checkpoint, open_checkpoint
+from ropext.plan import RopePlan
+from ropext.safety import Finding
+
+BUILT_IN = "built-in"  # the name of the checkpoint inside the package, on every machine
+
+
+def patch_record(
+    source: Checkpoint, model: str, plan: RopePlan, findings: Sequence[Finding], changed: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """The record of a patched checkpoint. `model` is how the source is named; `changed` maps file to its new bytes."""
+    return {
+        **_head("patch", source, model),
+        "window": plan.target_length,
+        "native_length": plan.native_length,
+        "rope": rope_record(plan),
+        "findings": [asdict(finding) for finding in findings],
+        "config_changes": {key: list(pair) for key, pair in plan.config_changes.items()},
+        "original_files": {name: source.read(name).decode() for name in changed},
+    }
+
+
+def finetune_record(
+    source: Checkpoint, model: str, plan: RopePlan, *, trained_to: int, training: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The record of a stage's output: its rope is the plan's, its native length the longest one trained."""
+    return {
+        **_head("finetune", source, model),
+        "window": plan.target_length,
+        "native_length": trained_to,
+        "rope": rope_record(plan),
+        "training": dict(training),
+        "source_record": source.record,
+    }
+
+
+def rope_record(plan: RopePlan) -> dict[str, Any]:
+    """The method's numbers, enough to make the plan again."""
+    return {
+        "method": plan.method,
+        "inner": plan.inner,
+        "factor": plan.factor,
+        "native_length": plan.native_length,
+        "target_length": plan.target_length,
+        "theta_before": plan.theta_before,
+        "theta": plan.theta,
+        "rotary_dims": plan.rotary_dims,
+    }
+
+
+def lineage(checkpoint: Checkpoint, built_in: Path) -> list[tuple[str, Path]]:
+    """(label, directory) from the first source to this checkpoint; stops at a source that is no longer there."""
+    steps: list[tuple[str, Path]] = []
+    while True:
+        kind = checkpoint.record["kind"] if checkpoint.record else None
+        steps.append(({"patch": "patched", "finetune": "tuned", None: "source"}[kind], checkpoint.path))
+        if checkpoint.record is None:
+            break
+        folder = source_path(checkpoint, built_in)
+        if folder is None or folder in (path for _, path in steps):
+            break
+        checkpoint = open_checkpoint(folder)
+    return steps[::-1]
+
+
+def source_path(checkpoint: Checkpoint, built_in: Path) -> Path | None:
+    """Where the source of a written checkpoint lies now; None where it is gone."""
+    assert checkpoint.record is not None
+    model = checkpoint.record["source"]["model"]
+    folder = built_in if model == BUILT_IN else Path(model)
+    return folder if folder.is_dir() else None
+
+
+def sha256(data: bytes) -> str:
+    """Hex digest."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _head(kind: str, source: Checkpoint, model: str) -> dict[str, Any]:
+    small = [CONFIG, *([TOKENIZER_CONFIG] if source.tokenizer_config else [])]
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "version": ropext.__version__,
+        "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "source": {
+            "model": model,
+            "files": {name: sha256(source.read(name)) for name in small},
+            "weights": {name: asdict(file) for name, file in source.weight_files.items()},
+        },
+    }

@@ -1,0 +1,101 @@
+"""Stages of training: for each length its factor, its optimizer steps and its sequences per step.
+
+Arithmetic only. Lengths and windows are in tokens; a rate is the learning rate of one optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ropext.errors import Refused, UsageError
+from ropext.lengths import format_length
+
+STEPS_PER_STAGE = 20  # where neither steps nor tokens are asked for
+WARM_UP_SHARE = 0.1  # of all steps
+REFERENCE_WIDTH, REFERENCE_RATE = 4096, 2e-5  # Llama-2-7B in PI (arXiv:2306.15595) and YaRN (arXiv:2309.00071)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Training at one length."""
+
+    length: int  # tokens in a sequence
+    factor: float  # of the rotary tables while this stage trains
+    steps: int  # optimizer steps
+    tokens: int  # in all steps together: steps * batch * length
+    batch: int  # sequences per optimizer step
+
+
+def plan_stages(
+    lengths: Sequence[int],
+    *,
+    native_length: int,
+    window: int,
+    progressive: bool,
+    tokens_per_stage: int | None = None,
+    steps_per_stage: int | None = None,
+    batch_tokens: int | None = None,
+) -> tuple[Stage, ...]:
+    """Growing `lengths` -> stages of equal tokens or equal steps, within the patched `window`.
+
+    A fixed patch trains every stage at window / native length, a progressive one at stage length / native length
+    (at least 1). An optimizer step takes about `batch_tokens` tokens, as many as the longest stage length unless told.
+
+    Raises UsageError for contradicting or empty amounts, Refused for a schedule that the patch does not fit.
+    """
+    if tokens_per_stage is not None and steps_per_stage is not None:
+        raise UsageError("a stage is as long as --tokens-per-stage or --steps-per-stage says: found both, give one")
+    for option, amount in (
+        ("--tokens-per-stage", tokens_per_stage),
+        ("--steps-per-stage", steps_per_stage),
+        ("--batch-tokens", batch_tokens),
+    ):
+        if amount is not None and amount < 1:
+            raise UsageError(f"{option} is a whole number above 0: found {amount}")
+    _check_window(lengths, native_length=native_length, window=window, progressive=progressive)
+    stages = []
+    for length in lengths:
+        batch = max(1, (batch_tokens or max(lengths)) // length)
+        steps = steps_per_stage or STEPS_PER_STAGE
+        if tokens_per_stage is not None:
+            steps = -(-tokens_per_stage // (batch * length))
+        factor = max(1.0, length / native_length) if progressive else window / native_length
+        stages.append(Stage(length=length, factor=factor, steps=steps, tokens=steps * batch * length, batch=batch))
+    return tuple(stages)
+
+
+def _check_window(lengths: Sequence[int], *, native_length: int, window: int, progressive: bool) -> None:
+    longest = max(lengths)
+    if longest > window:
+        raise Refused(
+            f"a stage may not be longer than the patched window of {format_length(window)}: found "
+            f"{format_length(longest)}, which needs factor {longest / native_length:.10g}: patch the source with "
+            f"`ropext patch ... --factor {longest / native_length:.10g}`, then tune that"
+        )
+    if progressive and longest < window:
+        raise Refused(
+            f"a progressive schedule ends at the patch's target of {format_length(window)}: found "
+            f"{format_length(longest)} at the end; add {format_length(window)} to --schedule"
+        )
+
+
+def rate_at(step: int, total_steps: int, peak: float) -> float:
+    """Learning rate of optimizer step `step` (from 0): one curve over the steps of all stages together.
+
+    Linear warm-up over the first tenth, then linear towards zero, which the step after the last would reach. Linear
+    to zero, since a run of fixed length ends best where the noise of its last steps is averaged away (Bergsma et
+    al. 2025, arXiv:2502.15938), and since the curve then has no floor to choose.
+    """
+    warm_up = max(1, round(WARM_UP_SHARE * total_steps))
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    return peak * (total_steps - step) / (total_steps - warm_up + 1)
+
+
+def default_learning_rate(hidden_size: int) -> float:
+    """Peak rate for a model of this width: 2e-5 at 4096, inversely proportional to the width.
+
+    The inverse is Adam's rule for matrices in muP (Yang et al. 2022, arXiv:2203.03466, table 3).
+    """
+    return REFERENCE_RATE * REFERENCE_WIDTH / hidden_size

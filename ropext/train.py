@@ -1,0 +1,500 @@
+"""One Accelerate loop over growing lengths: each stage takes the model as it is and leaves one tuned at its length.
+
+One AdamW and one rate curve run through all stages: started afresh at each stage, they cost 3 to 4% of perplexity in a
+pilot. What the next step depends on is the model, the optimizer, the global random states and the step's number, so a
+run that goes on from a saved state gives, on a CPU, the very bits of a run that was never stopped.
+
+Shapes: B sequences per optimizer step, T tokens in one. Rates are per optimizer step, times in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ropext.errors import Refused, RopextError
+from ropext.lengths import format_length
+from ropext.loss import check_head, mean_loss
+from ropext.memory import activation_bytes, available_bytes, checkpointing_pays, training_bytes
+from ropext.pack import Windows, check_supply
+from ropext.schedule import Stage, rate_at
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from tqdm import tqdm
+
+BETAS = (0.9, 0.95)  # with no weight decay, as in PI (arXiv:2306.15595, section 3.1)
+CLIP_NORM = 1.0
+STATES_KEPT = 2  # so that one damaged state does not lose the run
+STATE_FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a run is, beside its stages and windows, and how it is watched."""
+
+    peak_rate: float
+    seed: int
+    source: str  # identity of the checkpoint that training starts from: a hash
+    save_every: float = 600.0  # seconds between saved states
+    progress: bool = True  # a bar on stderr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResult:
+    """What one stage did; its fields are the keys of `finetune --json`."""
+
+    length: int
+    factor: float
+    steps: int
+    tokens: int
+    loss_first: float  # nats per token in its first optimizer step
+    loss_last: float  # and in its last
+    seconds: float  # in training steps, over all processes that took part
+    peak_memory_bytes: int  # on a GPU this stage's peak; else the most the process ever held, earlier stages included
+
+
+@dataclass(kw_only=True, slots=True)
+class Place:
+    """How far a run has come: kept in the manifest of each saved state."""
+
+    stage: int = 0  # number of the stage in hand, from 0
+    step: int = 0  # optimizer steps done in it
+    loss_first: float = math.nan
+    loss_last: float = math.nan
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    results: list[StageResult] = field(default_factory=list)  # of the stages before it
+
+
+def tune(
+    model: Any,
+    windows: Sequence[Windows],
+    stages: Sequence[Stage],
+    settings: Settings,
+    *,
+    run_folder: Path,
+    enter_stage: Callable[[Any, Stage], None],
+    leave_stage: Callable[[Any, Stage, StageResult], object],
+    say: Callable[[str], None],
+    resume: bool = False,
+) -> tuple[StageResult, ...]:
+    """Train the float32 `model` in place, stage by stage, and return what each stage did.
+
+    `enter_stage` sets the rotary tables of a stage; it is called once more where a run resumes inside that stage.
+    `leave_stage` writes the stage's checkpoint; after a kill it may be called again for a stage whose checkpoint is
+    already there, with the same weights. `run_folder` takes the saved states and the TensorBoard logs.
+
+    Raises Refused before the first step for too little text, an unfinished run in the folder without `resume`, or a
+    resumed run whose settings differ; RopextError where a loss stops being finite or memory runs out;
+    KeyboardInterrupt after Ctrl-C, with the state saved.
+    """
+    _refuse_many_processes()
+    check_head(model)
+    check_supply(windows, stages)
+    run_folder.mkdir(parents=True, exist_ok=True)
+    with _lock(run_folder), _first_interrupt() as interrupted:
+        run = _Run(model, windows, stages, settings, run_folder, say, interrupted)
+        try:
+            run.start(resume)
+            while run.place.stage < len(stages):
+                run.train_stage(enter_stage, leave_stage)
+        finally:
+            run.close()
+    return tuple(run.place.results)
+
+
+class _Run:
+    """The moving parts of one call of `tune`."""
+
+    def __init__(
+        self,
+        model: Any,
+        windows: Sequence[Windows],
+        stages: Sequence[Stage],
+        settings: Settings,
+        run_folder: Path,
+        say: Callable[[str], None],
+        interrupted: threading.Event,
+    ) -> None:
+        self.windows, self.stages, self.settings, self.folder = windows, stages, settings, run_folder
+        self.interrupted, self.place, self.saved_at = interrupted, Place(), time.monotonic()
+        self.identity = fingerprint(windows, stages, settings)
+        self.total_steps = sum(stage.steps for stage in stages)
+        self.was_training = bool(model.training)
+        self.accelerator, self.model, self.optimizer = _prepare(model, settings, run_folder)
+        self.bar = _bar(settings.progress, sum(stage.tokens for stage in stages))
+        self._say = say
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[self.place.stage]
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done in all stages."""
+        return sum(stage.steps for stage in self.stages[: self.place.stage]) + self.place.step
+
+    def say(self, line: str) -> None:
+        """A line to the caller, with the bar out of its way."""
+        with self.bar.external_write_mode(file=sys.stderr):
+            self._say(line)
+
+    def start(self, resume: bool) -> None:
+        """Take up the newest whole state, if there is one to take up, and open the logs."""
+        states = saved_states(self.folder)
+        if states and not resume:
+            raise Refused(
+                f"a run starts in a folder without saved states: found {states[0]}; continue that run with --resume, "
+                "or start in another folder with --out"
+            )
+        if states:
+            self._take_up(states)
+        elif resume:
+            self.say(f"no saved state in {self.folder}: starting from the beginning")
+        self.model.train()
+        purge = {"tensorboard": {"purge_step": self.global_step + 1}} if states else {}
+        self.accelerator.init_trackers("finetune", init_kwargs=purge)
+
+    def _take_up(self, states: Sequence[Path]) -> None:
+        for state in states:
+            manifest = read_manifest(state)
+            if manifest is None:
+                self.say(f"{state} is damaged: falling back to the state before it")
+                continue
+            _check_same(manifest["settings"], self.identity)
+            self.accelerator.load_state(str(state))
+            results = [StageResult(**result) for result in manifest["place"].pop("results")]
+            self.place = Place(**manifest["place"], results=results)
+            self.bar.initial = self.bar.n = self._tokens_done()
+            self.say(f"resumed from {state}: {self.global_step} of {self.total_steps} steps were done")
+            return
+        raise RopextError(f"--resume needs one whole saved state: found {len(states)} damaged in {self.folder}")
+
+    def _tokens_done(self) -> int:
+        earlier = sum(stage.tokens for stage in self.stages[: self.place.stage])
+        return earlier + self.place.step * self.stage.batch * self.stage.length
+
+    def train_stage(
+        self,
+        enter_stage: Callable[[Any, Stage], None],
+        leave_stage: Callable[[Any, Stage, StageResult], object],
+    ) -> None:
+        """The rest of the stage in hand; then the run stands at the start of the next."""
+        stage, place = self.stage, self.place
+        enter_stage(self.model, stage)
+        self._choose_checkpointing()
+        if place.step < stage.steps:
+            while place.step < stage.steps:
+                self._step()
+                self._save_if_due()
+            self.save()
+        result = StageResult(
+            length=stage.length,
+            factor=stage.factor,
+            steps=stage.steps,
+            tokens=stage.tokens,
+            loss_first=place.loss_first,
+            loss_last=place.loss_last,
+            seconds=place.seconds,
+            peak_memory_bytes=place.peak_memory_bytes,
+        )
+        leave_stage(self.model, stage, result)
+        self.place = Place(stage=place.stage + 1, results=[*place.results, result])
+        if self.interrupted.is_set():
+            raise KeyboardInterrupt
+
+    def _choose_checkpointing(self) -> None:
+        """Gradient checkpointing for the stage in hand, only where its activations would not fit comfortably."""
+        stage = self.stage
+        activations = activation_bytes(self.model.config, min(stage.batch, self._rows_at_once()) * stage.length)
+        pays = checkpointing_pays(
+            activations=activations,
+            training=0 if self.optimizer.state else training_bytes(self.model.num_parameters()),
+            available=available_bytes(self.accelerator.device),
+        )
+        on = pays and bool(self.model.supports_gradient_checkpointing)
+        _switch_checkpointing(self.model, on)
+        self.bar.set_description(f"stage {self.place.stage + 1}/{len(self.stages)} ({format_length(stage.length)})")
+        windows = self.windows[self.place.stage]
+        self.say(
+            f"stage {self.place.stage + 1} of {len(self.stages)}: {format_length(stage.length)} tokens, factor "
+            f"{stage.factor:g}, {stage.steps} steps of {stage.batch} sequences, positions up to "
+            f"{windows.largest_position}, {windows.share_long_enough:.0%} of the documents long enough"
+            + (", gradient checkpointing" if on else "")
+        )
+
+    def _rows_at_once(self) -> int:
+        """Sequences in one forward pass: no more tokens than the longest stage must hold anyway."""
+        return max(1, max(stage.length for stage in self.stages) // self.stage.length)
+
+    def _step(self) -> None:
+        """One optimizer step: rate, gradients of the batch, clip, update, log."""
+        place, stage, started = self.place, self.stage, time.perf_counter()
+        rate = rate_at(self.global_step, self.total_steps, self.settings.peak_rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with self._memory_named():
+            loss = self._backward()
+            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP_NORM))
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise self._stopped(f"the loss is {loss}, the gradient norm {norm}", "lower --learning-rate")
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        place.step += 1
+        place.loss_first, place.loss_last = (loss if place.step == 1 else place.loss_first), loss
+        place.seconds += seconds
+        place.peak_memory_bytes = max(place.peak_memory_bytes, _peak_memory(self.accelerator.device))
+        tokens = stage.batch * stage.length
+        figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": tokens / seconds}
+        self.accelerator.log(figures, step=self.global_step)
+        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        self.bar.update(tokens)
+
+    def _backward(self) -> float:
+        """Gradients of the batch's mean loss, a few sequences at a time; returns that loss.
+
+        All windows of a stage score equally many tokens, so the mean of their means is the mean.
+        """
+        import torch
+
+        stage, place = self.stage, self.place
+        windows = self.windows[place.stage]
+        rows = windows.batch(seed=self.settings.seed, stage=place.stage, step=place.step, size=stage.batch)
+        total = 0.0
+        for ids in torch.from_numpy(rows).split(self._rows_at_once()):
+            loss = mean_loss(self.model, ids.to(self.accelerator.device)) * (len(ids) / len(rows))
+            self.accelerator.backward(loss)
+            total += float(loss)
+        return total
+
+    @contextmanager
+    def _memory_named(self) -> Iterator[None]:
+        """An error for want of memory, of GPU or CPU, names the stage and what to lower."""
+        import torch
+
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+            if not out_of_memory:
+                raise
+            raise self._stopped("memory ran out", "lower the longest length of --schedule") from error
+
+    def _stopped(self, why: str, remedy: str) -> RopextError:
+        place, kept = self.place, saved_states(self.folder)
+        return RopextError(
+            f"training stopped in stage {place.stage + 1} ({format_length(self.stage.length)}), step {place.step + 1} "
+            f"of {self.stage.steps}: {why}; {remedy}. "
+            + (f"The state before is kept in {kept[0]}" if kept else "No state had been saved")
+        )
+
+    def _save_if_due(self) -> None:
+        """Save after an interrupt, or every so often; at a step's end, where a state is whole."""
+        if self.interrupted.is_set():
+            self.save()
+            raise KeyboardInterrupt
+        if time.monotonic() - self.saved_at >= self.settings.save_every and self.place.step < self.stage.steps:
+            self.save()
+
+    def save(self) -> None:
+        """One more state on disk, whole or not at all; then the oldest goes."""
+        new, final = self.folder / "state.new", self.folder / f"state-{self.global_step}"
+        shutil.rmtree(new, ignore_errors=True)
+        self.accelerator.save_state(str(new))
+        manifest = {
+            "place": asdict(self.place),
+            "global_step": self.global_step,
+            "settings": self.identity,
+            "files": {path.name: _identity(path) for path in sorted(new.iterdir())},
+        }
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for path in (*new.iterdir(), new):
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        new.rename(final)
+        _sync(self.folder)
+        # A state from beyond this step is a damaged one that this run resumed from behind.
+        states = saved_states(self.folder)
+        for old in [s for s in states if _number(s) > self.global_step] + states[states.index(final) + STATES_KEPT :]:
+            shutil.rmtree(old)
+        self.saved_at = time.monotonic()
+
+    def close(self) -> None:
+        """Logs and bar finished, the model's modes as they were."""
+        self.bar.close()
+        self.accelerator.end_training()
+        _switch_checkpointing(self.model, False)
+        self.model.train(self.was_training)
+
+
+def _prepare(model: Any, settings: Settings, run_folder: Path) -> tuple[Accelerator, Any, torch.optim.Optimizer]:
+    """Accelerate's view of model and optimizer, in float32, logging to TensorBoard."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration, set_seed
+
+    assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights are float32: load_model does that"
+    folders = ProjectConfiguration(project_dir=str(run_folder), logging_dir=str(run_folder / "logs"))
+    accelerator = Accelerator(
+        cpu=model.device.type == "cpu", mixed_precision="no", log_with="tensorboard", project_config=folders
+    )
+    if accelerator.num_processes > 1:
+        raise _one_process(accelerator.num_processes)
+    set_seed(settings.seed)  # for dropout, where a model has it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.peak_rate, betas=BETAS, weight_decay=0.0, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def _bar(shown: bool, tokens: int) -> tqdm[Any]:
+    """A bar on stderr that counts tokens; seldom redrawn where stderr is a file."""
+    from tqdm import tqdm
+
+    seconds = 0.5 if sys.stderr.isatty() else 10.0
+    return tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=not shown, mininterval=seconds, file=sys.stderr)
+
+
+def _switch_checkpointing(model: Any, on: bool) -> None:
+    # transformers renamed both within its version 5; the older names now warn.
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on:
+        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(model, f"{word}_checkpointing_disable")()
+
+
+def _peak_memory(device: torch.device) -> int:
+    """GPU: the peak of PyTorch's allocator. CPU: the high-water mark of the process's resident memory since it began."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts in bytes there, elsewhere in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _refuse_many_processes() -> None:
+    """Before Accelerate joins the others: each would believe that it is alone, and all would write."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise _one_process(world)
+
+
+def _one_process(found: int) -> Refused:
+    return Refused(f"finetune trains in one process for now: found {found}; start it without torchrun or a launcher")
+
+
+def fingerprint(windows: Sequence[Windows], stages: Sequence[Stage], settings: Settings) -> dict[str, Any]:
+    """What a resumed run must share with the run that was stopped, under the names that a person gives it."""
+    text = hashlib.sha256("".join(window.sha256 for window in windows).encode())
+    return {
+        "state format": STATE_FORMAT,
+        "source checkpoint": settings.source,
+        "schedule": ", ".join(
+            f"{format_length(s.length)} at factor {s.factor!r}: {s.steps} steps of {s.batch}" for s in stages
+        ),
+        "seed": settings.seed,
+        "learning rate": settings.peak_rate,
+        "training text": text.hexdigest(),
+    }
+
+
+def _check_same(then: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [f"{name} was {then.get(name)}, now {value}" for name, value in now.items() if then.get(name) != value]
+    if changed:
+        raise Refused(
+            f"--resume continues a run as it was started: {'; '.join(changed)}; give what was given then, or start "
+            "anew with another --out"
+        )
+
+
+def saved_states(run_folder: Path) -> list[Path]:
+    """The states of a run, newest first, whole or damaged."""
+    states = [path for path in run_folder.glob("state-*") if path.name.removeprefix("state-").isdecimal()]
+    return sorted(states, key=_number, reverse=True)
+
+
+def _number(state: Path) -> int:
+    return int(state.name.removeprefix("state-"))
+
+
+def read_manifest(state: Path) -> dict[str, Any] | None:
+    """The manifest of a saved state, or None unless every file of it is there with its size and hash."""
+    try:
+        manifest: dict[str, Any] = json.loads((state / MANIFEST).read_text())
+        whole = all(_identity(state / name) == identity for name, identity in manifest["files"].items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return manifest if whole else None
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _lock(run_folder: Path) -> Iterator[None]:
+    """One process at a time in a run folder. The system drops the lock with the process, however that ends."""
+    with (run_folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(
+                f"one process trains in a run folder: found another at work in {run_folder}; wait for it, or start in "
+                "another folder with --out"
+            ) from None
+        yield
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that a step is never left half done; a second one interrupts at once.
+
+    Where Python itself would not raise KeyboardInterrupt (another thread, SIGINT ignored) nothing is changed.
+    """
+    interrupted = threading.Event()
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield interrupted
+        return
+
+    def first(number: int, frame: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, usual)
+        os.write(2, b"\nstopping at the end of this step, with the state saved; Ctrl-C again stops at once\n")
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, usual)

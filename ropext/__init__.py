@@ -1,7 +1,19 @@
 """ropext makes the context of a Hugging Face RoPE checkpoint longer, and measures what that gained and cost."""
 
-__version__ = "0.1.0"
+from typing import TYPE_CHECKING, Any
 
-from ropext.api import patch  # noqa: E402  (provenance reads the version while api is imported)
+from ropext.version import __version__
 
-__all__ = ["__version__", "patch"]
+if TYPE_CHECKING:
+    from ropext.api import evaluate, finetune, patch
+
+__all__ = ["__version__", "evaluate", "finetune", "patch"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public functions, imported when first asked for: the command line's help does without them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ropext import api
+
+    return getattr(api, name)

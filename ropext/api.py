@@ -5,21 +5,33 @@ Each returns a frozen result and raises the errors of `ropext.errors`. Lengths a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ropext import workspace
-from ropext.checkpoint import RECORD, open_checkpoint
-from ropext.errors import UsageError
+from ropext.checkpoint import RECORD, Checkpoint, open_checkpoint
+from ropext.demo import CHECKPOINT
+from ropext.errors import Refused, UsageError
 from ropext.facts import read_facts
 from ropext.lengths import format_length
 from ropext.plan import RopePlan, make_plan
-from ropext.provenance import patch_record
+from ropext.provenance import BUILT_IN, patch_record
 from ropext.rope import canonical_name
 from ropext.safety import Finding, judge_patch, judge_source
 from ropext.write import WEIGHTS, Weights, check_destination, json_bytes, patched_files, write_patched
+
+if TYPE_CHECKING:  # each command pays for the rooms that it uses
+    from ropext.compare import Entrant
+    from ropext.score import ModelScores, Protocol
+    from ropext.texts import Document
+    from ropext.train import StageResult
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]  # label, windows done, windows in all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +78,7 @@ def patch(
     name = canonical_name(method)
     if weights not in WEIGHTS:
         raise UsageError(f"--weights is one of {', '.join(WEIGHTS)}: found {weights!r}")
-    choice = workspace.named(model) or workspace.for_patch()
+    choice = workspace.for_patch() if model is None else workspace.named(model)
     source = open_checkpoint(choice.path)
     facts = read_facts(source)
     stated = native_length is not None
@@ -106,3 +118,204 @@ def _verified(plan: RopePlan) -> str:
     from ropext.verify import verify
 
     return verify(plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneResult:
+    """What a run of stages left. Field names are those of `finetune --json`."""
+
+    source: str
+    out: str
+    data: str
+    learning_rate: float  # the peak of the one curve over all stages
+    stages: tuple[StageResult, ...]
+    logs: str  # TensorBoard files
+    native_length: int  # of the result: the longest length it was trained at
+
+
+def finetune(
+    model: str | None = None,
+    *,
+    schedule: Sequence[int],
+    data: str | None = None,
+    text_field: str = "text",
+    tokens_per_stage: int | None = None,
+    steps_per_stage: int | None = None,
+    batch_tokens: int | None = None,
+    learning_rate: float | None = None,
+    save_every: float = 600.0,
+    seed: int = 0,
+    out: Path | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    say: Say = print,
+    progress: bool = True,
+) -> FinetuneResult:
+    """Train a patched checkpoint in growing stages; `out` gets the last stage's checkpoint, `out`.run the others.
+
+    `learning_rate` defaults to what the published recipes use, scaled to the model's width; `save_every` is in seconds.
+    Raises Refused before the first step for a schedule, text or checkpoint that cannot work.
+    """
+    from ropext.extension import Extension
+    from ropext.provenance import weights_sha256
+    from ropext.run import Run
+    from ropext.schedule import plan_stages
+    from ropext.train import Settings
+
+    choice = workspace.for_finetune() if model is None else workspace.named(model)
+    say(f"model     {choice.model} ({choice.why})")
+    source = open_checkpoint(choice.path)
+    facts = read_facts(source)
+    judge_source(source, facts).require()
+    documents, data_name = _training_data(source, data, text_field)
+    say(f"data      {data_name}")
+    extension = Extension.of(source, facts)
+    stages = plan_stages(
+        schedule,
+        native_length=extension.native_length,
+        window=facts.window,
+        progressive=extension.progressive,
+        tokens_per_stage=tokens_per_stage,
+        steps_per_stage=steps_per_stage,
+        batch_tokens=batch_tokens,
+    )
+    destination = out or workspace.RUNS / f"{choice.name}-tuned"
+    check_destination(destination, source.path)
+    rate = _rate(source, learning_rate)
+    run = Run(
+        source=source,
+        model=choice.model,
+        extension=extension,
+        documents=tuple(documents),
+        data=data_name,
+        stages=stages,
+        settings=Settings(
+            peak_rate=rate, seed=seed, source=weights_sha256(source), save_every=save_every, progress=progress
+        ),
+        out=destination,
+    )
+    results = run.train(device=device, resume=resume, say=say)
+    return FinetuneResult(
+        source=choice.model,
+        out=str(destination),
+        data=data_name,
+        learning_rate=rate,
+        stages=results,
+        logs=str(run.folder / "logs"),
+        native_length=max(facts.native_length, *schedule),
+    )
+
+
+def _rate(source: Checkpoint, stated: float | None) -> float:
+    from ropext.schedule import default_learning_rate
+
+    width = source.config.get("hidden_size")
+    if stated is None and isinstance(width, int):
+        return default_learning_rate(width)
+    if stated is None or not 0 < stated < math.inf:
+        raise UsageError(f"--learning-rate is a number above 0: found {stated}")
+    return stated
+
+
+def _training_data(source: Checkpoint, data: str | None, text_field: str) -> tuple[Iterable[Document], str]:
+    """Documents to train on and their name; the built-in corpus serves the built-in checkpoint's lineage only."""
+    from ropext.texts import built_in, read_documents
+
+    if data is not None:
+        return read_documents(data, text_field), data
+    if workspace.is_built_in_lineage(source):
+        return built_in("training"), "the built-in corpus, training split"
+    raise UsageError("fine-tuning needs text: add --data with a text file, a folder or a .jsonl file")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    """Scores of every model, how they were made, and where the report lies."""
+
+    models: tuple[ModelScores, ...]
+    protocol: Protocol
+    out: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether some length was measured and none failed."""
+        figures = [figure for scores in self.models for figure in scores.results]
+        measured = any(figure.nll is not None for figure in figures)
+        return measured and not any(figure.windows and figure.nll is None for figure in figures)
+
+
+def evaluate(
+    models: Sequence[str] = (),
+    *,
+    lengths: Sequence[int],
+    data: str | None = None,
+    text_field: str = "text",
+    documents: int | None = None,
+    batch_size: int = 1,
+    alone: bool = False,
+    out: Path | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    say: Say = print,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Perplexity of models at every length from one pass each, and the loss by position (DESIGN: Measuring perplexity).
+
+    One model is scored with its lineage unless `alone`; `documents` bounds how many documents are scored. Writes
+    report.json and a plot below `out`.
+    """
+    from ropext.compare import Comparison
+    from ropext.report import write_report
+
+    choice, entrants = _entrants(models, alone)
+    say(f"model     {choice}")
+    comparison = Comparison(
+        lengths=tuple(lengths),
+        data=data,
+        text_field=text_field,
+        limit=documents,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+    )
+    say(f"data      {comparison.data_name}")
+    destination = out or _report_folder(entrants[-1].path)
+    if destination.exists():
+        raise Refused(f"an existing output is not overwritten: {destination} is there. Choose another --out")
+    scores, protocol = comparison.run(entrants, say=say, progress=progress)
+    write_report(destination, scores, protocol, {"native": entrants[0].native_length})
+    return EvalResult(models=scores, protocol=protocol, out=str(destination))
+
+
+def _entrants(models: Sequence[str], alone: bool) -> tuple[str, list[Entrant]]:
+    """What is scored, in words and as models: those named, or one with its lineage."""
+    from ropext.compare import Entrant, lineage_of
+
+    if len(models) > 1:
+        return ", ".join(models), [Entrant.of(choice.path, choice.name) for choice in map(workspace.named, models)]
+    choice = workspace.named(models[0]) if models else workspace.for_eval()
+    checkpoint = open_checkpoint(choice.path)
+    line = lineage_of(checkpoint, CHECKPOINT)
+    return f"{choice.model} ({choice.why})", line[-1:] if alone else line
+
+
+def _report_folder(path: Path) -> Path:
+    """The first free one of ropext-runs/reports/NAME, NAME-2, ..."""
+    name = "demo" if path == CHECKPOINT else path.resolve().name
+    folders = (workspace.RUNS / "reports" / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    return next(folder for folder in folders if not folder.exists())
+
+
+def eval_document(result: EvalResult) -> dict[str, Any]:
+    """What `eval --json` prints and report.json holds."""
+    from ropext.report import to_json
+
+    return to_json(result.models, result.protocol)
+
+
+def demo(*, say: Say = print, progress: Progress | None = None) -> tuple[PatchResult, FinetuneResult, EvalResult]:
+    """The three commands on the built-in checkpoint: patch by ntk to four times its length, tune, measure."""
+    patched = patch(BUILT_IN, method="ntk", factor=4.0)
+    say(f"patched   {patched.out}: window {patched.native_length} -> {patched.target_length} tokens")
+    tuned = finetune(patched.out, schedule=(2048, 4096, 8192), say=say)
+    return patched, tuned, evaluate([tuned.out], lengths=(512, 2048, 8192), say=say, progress=progress)

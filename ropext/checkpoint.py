@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ropext.errors import Refused, UsageError
+from ropext.errors import Refused, RopextError, UsageError
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -60,10 +61,17 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the directory `path`. Raises UsageError where there is none, Refused where it cannot be trusted."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that the system does not accept
         raise UsageError(
             f"a MODEL is a checkpoint directory: {str(path)!r} is none. Hub ids are not built yet: download it first"
         )
+    try:
+        return _open(path)
+    except OSError as error:
+        raise RopextError(f"a checkpoint must be readable: {path} is not ({error.strerror or error})") from error
+
+
+def _open(path: Path) -> Checkpoint:
     config = read_json(path / CONFIG)
     tokenizer_config = read_json(path / TOKENIZER_CONFIG) if (path / TOKENIZER_CONFIG).exists() else {}
     record = _read_record(path)
@@ -77,6 +85,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 "Remove the file that does not belong to the model"
             )
         tensors |= found
+    if (path / INDEX).exists():
+        _check_index(path, tensors)
     return Checkpoint(
         path=path,
         config=config,
@@ -90,7 +100,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises Refused where the file is missing, is not JSON or is no object."""
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=_without_repeats)
+        value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
         raise Refused(f"a checkpoint needs {path.name}: there is none in {path.parent}") from None
     except (ValueError, RecursionError, OSError) as error:  # ValueError: bad JSON, bad UTF-8, repeated keys
@@ -165,6 +175,15 @@ def _shards(path: Path) -> list[str]:
     return names
 
 
+def _check_index(path: Path, tensors: Mapping[str, TensorHeader]) -> None:
+    for tensor, name in read_json(path / INDEX)["weight_map"].items():
+        if tensor not in tensors or tensors[tensor].file != name:
+            raise Refused(
+                f"index and shards must agree: {INDEX} of {path} has {tensor!r} in {name}, the shard does not. "
+                "Download both again"
+            )
+
+
 def _read_header(path: Path) -> tuple[WeightFile, dict[str, TensorHeader]]:
     """Header of one safetensors file: 8 bytes of length, then JSON (the format's own description)."""
     size = path.stat().st_size
@@ -177,14 +196,14 @@ def _read_header(path: Path) -> tuple[WeightFile, dict[str, TensorHeader]]:
             )
         raw = file.read(length)
     try:
-        entries = json.loads(raw)
+        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats)
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
         ends = [int(entry["data_offsets"][1]) for entry in tensors.values()]
         headers = {
             name: TensorHeader(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])), file=path.name)
             for name, entry in tensors.items()
         }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         raise Refused(f"the safetensors header of {path} cannot be read: the file is damaged") from None
     if max(ends, default=0) + 8 + length != size:
         raise Refused(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ropext import __version__, api
 from ropext.errors import RopextError, UsageError
-from ropext.lengths import parse_length
+from ropext.lengths import parse_length, parse_lengths, parse_schedule, parse_seconds
+from ropext.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +24,9 @@ app = typer.Typer(
 
 MODEL_HELP = "Checkpoint directory; left out, it is taken from ropext-runs/ here, else the built-in one."
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)]
+Data = Annotated[str | None, typer.Option(help="Text: a .txt, .md or .py file, a folder, or a .jsonl file.")]
+TextField = Annotated[str, typer.Option(help="Field of a .jsonl row that holds the text.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
@@ -50,6 +53,8 @@ def patch(
     as_json: Json = False,
 ) -> None:
     """Write an extended checkpoint: ropext patch --method ntk --factor 4"""
+    from ropext import api, show
+
     if method is None:
         raise UsageError("a method is needed: add --method ntk (recommended), linear or progressive")
     result = api.patch(
@@ -65,29 +70,106 @@ def patch(
         dry_run=dry_run,
         verify=not no_verify,
     )
-    _print_json(asdict(result)) if as_json else _print_patch(result)
+    show.json_document(asdict(result)) if as_json else show.patch(result)
+
+
+@app.command()
+def finetune(
+    model: Model = None,
+    schedule: Annotated[str | None, typer.Option(help="Growing stage lengths, such as 2k,4k,8k.")] = None,
+    data: Data = None,
+    text_field: TextField = "text",
+    tokens_per_stage: Annotated[str | None, typer.Option(help="Tokens of each stage, such as 160k.")] = None,
+    steps_per_stage: Annotated[int | None, typer.Option(help="Optimizer steps of each stage; default 20.")] = None,
+    batch_tokens: Annotated[str | None, typer.Option(help="Tokens of a step; default the longest stage.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak; default 2e-5 x 4096 / hidden size.")] = None,
+    save_every: Annotated[str, typer.Option(help="Time between saved states, such as 10m or 90s.")] = "10m",
+    out: Annotated[Path | None, typer.Option(help="Directory to write; default NAME-tuned.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the stopped run of this output.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train a patched checkpoint in growing stages: ropext finetune --schedule 2k,4k,8k"""
+    from ropext import api, show
+
+    if schedule is None:
+        raise UsageError("a schedule is needed: add --schedule with growing lengths, such as 2k,4k,8k")
+    result = api.finetune(
+        model,
+        schedule=parse_schedule(schedule),
+        data=data,
+        text_field=text_field,
+        tokens_per_stage=_length(tokens_per_stage),
+        steps_per_stage=steps_per_stage,
+        batch_tokens=_length(batch_tokens),
+        learning_rate=learning_rate,
+        save_every=parse_seconds(save_every),
+        out=out,
+        resume=resume,
+        seed=seed,
+        device=device,
+        say=_say(as_json),
+    )
+    show.json_document(asdict(result)) if as_json else show.finetune(result)
+
+
+@app.command("eval")
+def evaluate(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL ...]", help=MODEL_HELP)] = None,
+    lengths: Annotated[str | None, typer.Option(help="Lengths to measure at, such as 512,8192.")] = None,
+    data: Data = None,
+    text_field: TextField = "text",
+    documents: Annotated[int | None, typer.Option(help="Score at most so many documents.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows in one forward pass.")] = 1,
+    alone: Annotated[bool, typer.Option("--alone", help="Score one model without its lineage.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; default below ropext-runs/reports.")] = None,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="Arithmetic: float32, bfloat16 or float16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Measure perplexity by length, with the models it came from beside it: ropext eval --lengths 512,8192"""
+    from ropext import api, show
+
+    if lengths is None:
+        raise UsageError("lengths are needed: add --lengths, such as 512,8192")
+    with show.scoring_progress() as progress:
+        result = api.evaluate(
+            models or [],
+            lengths=parse_lengths(lengths),
+            data=data,
+            text_field=text_field,
+            documents=documents,
+            batch_size=batch_size,
+            alone=alone,
+            out=out,
+            device=device,
+            dtype=dtype,
+            say=_say(as_json),
+            progress=progress,
+        )
+    show.json_document(api.eval_document(result)) if as_json else show.evaluation(result)
+    raise typer.Exit(0 if result.complete else 1)
+
+
+@app.command()
+def demo() -> None:
+    """Patch, tune and measure the built-in checkpoint: about ten minutes on two cores, nothing is downloaded."""
+    from ropext import api, show
+
+    with show.scoring_progress() as progress:
+        _, tuned, scores = api.demo(progress=progress)
+    show.finetune(tuned)
+    show.evaluation(scores)
+
+
+def _say(as_json: bool) -> Callable[[str], None]:
+    """Progress goes to stderr where stdout is for one JSON document."""
+    return (lambda line: print(line, file=sys.stderr)) if as_json else print
 
 
 def _length(text: str | None) -> int | None:
     return None if text is None else parse_length(text)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _print_patch(result: api.PatchResult) -> None:
-    print(f"source   {result.source} ({result.why})")
-    inner = f" of {result.inner}" if result.inner else ""
-    print(f"method   {result.method}{inner}, factor {result.factor:g}")
-    print(f"window   {result.native_length} -> {result.target_length} tokens")
-    print(f"theta    {result.theta_before:g} -> {result.rope_theta:g}, {result.rotary_dims} rotary dimensions")
-    for key, (before, after) in result.config_changes.items():
-        print(f"  {key}: {json.dumps(before)} -> {json.dumps(after)}")
-    for finding in result.findings:
-        print(f"{finding.severity:8} {finding.message}. {finding.fix} [{finding.code}]")
-    print(f"verified {', '.join(result.verified) or 'no'}")
-    print(f"{'written' if result.written else 'dry run'}  {result.out}")
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ the keys beside them. Lengths are in tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ropext.checkpoint import Checkpoint
 from ropext.errors import Refused
+from ropext.lengths import LONGEST
 
 Scheme = Literal["rope", "learned", "alibi", "none"]
 
@@ -35,6 +35,7 @@ OTHER_SCHEMES: Mapping[str, Scheme] = {
 # Keys that hold a context window in one family or another; none of them is ever raised alone.
 WINDOW_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length")
 PLAIN_ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+FLOAT32_MAX = 3.4e38  # readers compute their tables in float32; a larger theta is infinite there
 NO_LIMIT = 10**9  # tokens; a tokenizer's model_max_length above it means "not stated"
 
 
@@ -92,11 +93,16 @@ def rope_block(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings in force as one flat dict. Raises Refused where the two layouts disagree."""
     blocks = {}
     for key in ("rope_scaling", "rope_parameters"):
-        block = config.get(key) or {}
+        block = {} if config.get(key) is None else config[key]
         if not isinstance(block, dict):
             raise Refused(f"{key} is an object or null: config.json has {block!r}")
         if any(isinstance(value, dict) for value in block.values()):
             raise Refused(f"{key} nested by layer type is not built yet: config.json has {', '.join(sorted(block))}")
+        if "type" in block and block.get("rope_type", block["type"]) != block["type"]:
+            raise Refused(
+                f"type is the old name of rope_type, transformers 4 obeys it: {key} has {block['type']!r} against "
+                f"{block['rope_type']!r}. Keep the one that the model was trained with"
+            )
         blocks[key] = block
     scaling, parameters = blocks["rope_scaling"], blocks["rope_parameters"]
     if scaling and parameters:
@@ -124,7 +130,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 def _refuse_what_is_not_built(config: Mapping[str, Any], model_type: str) -> None:
     if "text_config" in config:
         raise Refused(f"multimodal configs are not built yet: {model_type} keeps its positions in text_config")
-    if "auto_map" in config:
+    if config.get("auto_map") and model_type not in PROVEN:
         raise Refused(
             f"code from a checkpoint is never run: {model_type} brings its own (auto_map), so its rotary table cannot "
             "be proved. Use a model type that transformers knows"
@@ -143,17 +149,17 @@ def _scheme(config: Mapping[str, Any], model_type: str) -> Scheme:
 
 
 def _theta(config: Mapping[str, Any], model_type: str, block: Mapping[str, Any]) -> float:
-    beside = config.get("rope_theta", config.get(THETA_NAMES.get(model_type, "rope_theta")))
-    theta = block.get("rope_theta", beside)
-    if theta is None:
-        theta = DEFAULT_THETA.get(model_type)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not math.isfinite(theta) or theta <= 1:
-        raise Refused(f"rope_theta must be a number above 1: config.json of this {model_type} gives {theta!r}")
-    if block.get("rope_theta") is not None and beside is not None and beside != block["rope_theta"]:
-        raise Refused(
-            f"theta must be the same in both layouts: found {beside!r} and {block['rope_theta']!r}. "
-            "Keep the one that the model was trained with"
-        )
+    names = dict.fromkeys(("rope_theta", THETA_NAMES.get(model_type, "rope_theta")))
+    stated = [value for value in (block.get("rope_theta"), *map(config.get, names)) if value is not None]
+    theta, *others = stated or [DEFAULT_THETA.get(model_type)]
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta <= FLOAT32_MAX:
+        raise Refused(f"rope_theta must be a number above 1: config.json of this {model_type} gives {_short(theta)}")
+    for other in others:
+        if other != theta:
+            raise Refused(
+                f"theta must be the same wherever it stands: found {theta!r} and {_short(other)}. "
+                "Keep the one that the model was trained with"
+            )
     return float(theta)
 
 
@@ -168,13 +174,10 @@ def _partial_rotary_factor(config: Mapping[str, Any], model_type: str, block: Ma
 
 
 def _rotary_dims(config: Mapping[str, Any], partial: float | None) -> int:
-    head_dim = config.get("head_dim")
-    if head_dim is None:
-        heads = _whole(config, "num_attention_heads")
-        hidden = _whole(config, "hidden_size")
-        head_dim = hidden // heads
-    elif isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 1:
-        raise Refused(f"head_dim must be a whole number above 0: config.json has {head_dim!r}")
+    if config.get("head_dim") is None:
+        head_dim = _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
+    else:
+        head_dim = _whole(config, "head_dim")
     dims = int(head_dim * (1.0 if partial is None else partial))
     if dims < 4 or dims % 2:
         raise Refused(f"at least two pairs of a head must rotate: this config rotates {dims} of {head_dim} dimensions")
@@ -205,6 +208,15 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _whole(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise Refused(f"{key} must be a whole number above 0: config.json has {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LONGEST:
+        raise Refused(f"{key} must be a whole number from 1 to {LONGEST}: config.json has {_short(value)}")
     return value
+
+
+def _short(value: object) -> str:
+    """A value for a message of one line, however long it is in the file."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no whole number of more than 4300 digits
+        text = "a huge number"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Lengths in tokens: "8k" <-> 8192, growing schedules and free lists.
+"""Lengths in tokens, "8k" <-> 8192, growing schedules and free lists; and times, "10m" -> 600 seconds.
 
 `k` is 1024 and `m` is 1024 * 1024, in either case.
 """
@@ -11,6 +11,7 @@ from ropext.errors import UsageError
 
 LONGEST = 2**24  # tokens; float32 counts no further without gaps
 _LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE | re.ASCII)
+_TIME = re.compile(r"([0-9]{1,9})([smh]?)", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
 
 
@@ -38,6 +39,15 @@ def parse_schedule(text: str) -> tuple[int, ...]:
                 f"{format_length(shorter)} in {text!r}"
             )
     return stages
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds that "10m", "90s", "2h" or plain "90" name. Raises UsageError for anything else, and for no time."""
+    match = _TIME.fullmatch(text.strip())
+    seconds = int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2].lower()] if match else 0
+    if seconds < 1:
+        raise UsageError(f"a time is a whole number with s, m or h behind, such as 90s, 10m or 2h: found {text!r}")
+    return float(seconds)
 
 
 def format_length(tokens: int) -> str:

@@ -5,7 +5,7 @@ No code from a checkpoint runs, no pickle is read, and nothing is left to random
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from ropext.errors import RopextError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TABLE_TOLERANCE = 1e-6  # relative; float32 rounding, far below the 4e-3 of a table cast to bf16
 
@@ -46,6 +46,24 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
     return placed
 
 
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer. Raises RopextError if it has none that transformers can load."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raise bare exceptions of many kinds on damaged files
+        raise RopextError(f"transformers cannot load the tokenizer of {path}: {_first_line(error)}") from error
+    return tokenizer
+
+
+def default_device() -> str:
+    """A GPU where torch sees one, else the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def check_weights(path: str | Path, info: dict[str, Any]) -> None:
     """Raises RopextError if `info`, from from_pretrained, names a weight that the files did not give."""
     missing = sorted(info["missing_keys"])
@@ -63,11 +81,33 @@ def check_rotary_tables(model: nn.Module) -> None:
     from step 1, or drifts with position), so a fresh module of the same class is the oracle.
     """
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
-            expected = dict(type(module)(module.config).named_buffers())
+        if _is_rotary(module):
+            expected: dict[str, Any] = dict(type(module)(module.config).named_buffers())
             for buffer, table in module.named_buffers():
                 if buffer.endswith("inv_freq"):
                     _check_table(f"{name}.{buffer}", table, expected[buffer])
+
+
+def set_rotary(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Give a loaded model the rotary tables, the window and the rope settings of another config of the same model.
+
+    Raises RopextError where a table does not become what that config gives.
+    """
+    from transformers import CONFIG_MAPPING
+
+    loaded: Any = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    own: Any = model.config
+    for key in ("rope_parameters", "max_position_embeddings"):
+        setattr(own, key, getattr(loaded, key))
+    for name, module in list(model.named_modules()):
+        if _is_rotary(module):
+            fresh = type(module)(own).to(next(module.buffers()).device)
+            model.set_submodule(name, fresh)
+    check_rotary_tables(model)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config")
 
 
 def _check_table(name: str, table: Any, expected: Any) -> None:

@@ -1,11 +1,12 @@
 """Bytes that training needs: whether a stage keeps its activations or computes them twice.
 
-Arithmetic on a config, and one look at what this machine has free. Legend: H hidden size, A heads * head size, K key/value
+Arithmetic on a config, and one look at what this machine has free. H hidden size, A heads * head size, K key/value
 heads * head size, I intermediate size; everything is float32. Amounts are in bytes.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 FLOAT = 4  # bytes of a float32
 COMFORTABLE_SHARE = 0.5  # of the free memory; allocators, the loss and the batch want the rest
+MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")  # proc(5)
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # bytes a container may use, or "max"
 
 
@@ -30,7 +32,7 @@ def activation_bytes(config: Any, tokens: int) -> int:
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head_size
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 6 * hidden + 3 * attention + 2 * keys + 4 * intermediate
-    return FLOAT * tokens * layer * int(config.num_hidden_layers)
+    return int(FLOAT * tokens * layer * config.num_hidden_layers)
 
 
 def training_bytes(parameters: int) -> int:
@@ -52,8 +54,11 @@ def available_bytes(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
+    page = os.sysconf("SC_PAGE_SIZE")
+    if not MEMINFO.exists():  # not Linux: take half of all memory as free
+        return os.sysconf("SC_PHYS_PAGES") * page // 2
+    fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return free if limit == "max" else min(free, int(limit) - int(psutil.Process().memory_info().rss))
+    resident = int(STATM.read_text().split()[1]) * page
+    return free if limit == "max" else min(free, int(limit) - resident)

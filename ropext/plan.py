@@ -84,6 +84,8 @@ def plan_at(
 
 
 def _stated_native_length(stated: int, facts: Facts) -> int:
+    if stated < 1:
+        raise UsageError(f"a native length is a whole number of tokens above 0: found {stated}")
     if stated > facts.window:
         raise Refused(
             f"a native length cannot be beyond the window that the model has: {stated} is above "
@@ -151,4 +153,5 @@ def _rewritten(
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     keys = [*after, *(key for key in before if key not in after)]
-    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+    changed = [key for key in keys if before.get(key) is not after.get(key) and before.get(key) != after.get(key)]
+    return {key: (before.get(key), after.get(key)) for key in changed}  # "is not": NaN, left alone, is no change

@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import ropext
 from ropext.checkpoint import CONFIG, SCHEMA, TOKENIZER_CONFIG, Checkpoint, open_checkpoint
 from ropext.plan import RopePlan
 from ropext.safety import Finding
+from ropext.version import __version__
 
 BUILT_IN = "built-in"  # the name of the checkpoint inside the package, on every machine
 
@@ -36,14 +36,20 @@ def patch_record(
 
 
 def finetune_record(
-    source: Checkpoint, model: str, plan: RopePlan, *, trained_to: int, training: Mapping[str, Any]
+    source: Checkpoint,
+    model: str,
+    *,
+    rope: Mapping[str, Any],
+    window: int,
+    native_length: int,
+    training: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The record of a stage's output: its rope is the plan's, its native length the longest one trained."""
+    """The record of a stage's output. `native_length` is the longest length trained at, from now on."""
     return {
         **_head("finetune", source, model),
-        "window": plan.target_length,
-        "native_length": trained_to,
-        "rope": rope_record(plan),
+        "window": window,
+        "native_length": native_length,
+        "rope": dict(rope),
         "training": dict(training),
         "source_record": source.record,
     }
@@ -86,6 +92,16 @@ def source_path(checkpoint: Checkpoint, built_in: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def weights_sha256(source: Checkpoint) -> str:
+    """Identity of the weights: hex digest over the weight files in order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(source.weight_files):
+        with (source.path / name).open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
 def sha256(data: bytes) -> str:
     """Hex digest."""
     return hashlib.sha256(data).hexdigest()
@@ -96,7 +112,7 @@ def _head(kind: str, source: Checkpoint, model: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": kind,
-        "version": ropext.__version__,
+        "version": __version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "source": {
             "model": model,

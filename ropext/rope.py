@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ropext.errors import Refused, UsageError
+from ropext.facts import FLOAT32_MAX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +78,13 @@ class Ntk:
         _check_factor(self.factor)
 
     def theta(self, theta: float, rotary_dims: int) -> float:
-        """theta * factor^(d/(d-2)). Raises Refused with fewer than two pairs, where it is not defined."""
+        """theta * factor^(d/(d-2)). Raises Refused with fewer than two pairs (not defined) and beyond float32."""
         if rotary_dims < 4:
             raise Refused(f"ntk needs at least 4 rotary dimensions: this model has {rotary_dims}. Use linear")
-        return float(theta * self.factor ** (rotary_dims / (rotary_dims - 2)))
+        larger = float(theta * self.factor ** (rotary_dims / (rotary_dims - 2)))
+        if larger > FLOAT32_MAX:
+            raise Refused(f"ntk needs a theta within float32: {theta:g} at factor {self.factor:g} gives {larger:g}")
+        return larger
 
     def frequencies(self, theta: float, rotary_dims: int) -> list[float]:
         """Plain frequencies of the larger theta: `[F]`."""
@@ -102,6 +106,9 @@ class Progressive:
     inner: str = "ntk"
 
     INNER: ClassVar[tuple[str, ...]] = ("ntk", "linear")
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
 
     def at(self, factor: float) -> Method:
         """The inner method at one stage's factor; at 1 and below nothing is scaled yet."""

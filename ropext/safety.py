@@ -45,7 +45,7 @@ class Verdict:
 def judge_source(checkpoint: Checkpoint, facts: Facts, *, native_length_stated: bool = False) -> Verdict:
     """Is the window that this checkpoint claims one that it was trained for, or that a rope change serves?"""
     findings = [*_raw_window_edit(checkpoint), *_disagreeing_windows(checkpoint.config)]
-    if not native_length_stated:
+    if not native_length_stated and checkpoint.record is None:  # a record proves more than a tokenizer's limit
         findings += _tokenizer_against_window(facts)
     return Verdict(findings=tuple(findings))
 
@@ -60,6 +60,7 @@ def judge_patch(
         *_already_scaled(checkpoint, facts),
         *_unproven_type(facts, verified),
         *_unknown_rope_keys(facts),
+        *_code_beside(checkpoint.config),
         *_native_length_taken(facts, plan, native_length_stated),
         *_large_factor(plan),
         *_sliding_window(facts, plan),
@@ -154,6 +155,18 @@ def _unknown_rope_keys(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _code_beside(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """RPX011: the proof holds for the stock class; code of the checkpoint's own may read other keys."""
+    if config.get("auto_map"):
+        yield Finding(
+            code="RPX011",
+            severity="warn",
+            message="a table is proved for stock transformers: this checkpoint brings its own code too (auto_map), "
+            "which is not run here",
+            fix="Load the output without trust_remote_code",
+        )
+
+
 def _native_length_taken(facts: Facts, plan: RopePlan, stated: bool) -> Iterator[Finding]:
     """RPX007: which of the numbers was taken as the trained length."""
     if not stated:
@@ -196,11 +209,11 @@ def _reach_of_ntk(plan: RopePlan) -> Iterator[Finding]:
     division = plan.theta_before ** (-2 * pair / plan.rotary_dims) / plan.frequencies[pair]
     reach = int(plan.native_length * division)
     if reach < plan.target_length:
-        larger = plan.factor ** (plan.rotary_dims // 2 - 1)
+        larger = plan.factor ** ((plan.rotary_dims // 2 - 1) / pair)
         yield Finding(
             code="RPX010",
             severity="note",
             message=f"static NTK divides the first unfinished pair by {division:.2f}, so without training it "
             f"reaches about {reach} of {plan.target_length} tokens",
-            fix=f"Fine-tune at the target, or patch with factor {larger ** (1 / pair):.3g}",
+            fix=f"Fine-tune at the target, or patch with factor {larger:.3g}",
         )

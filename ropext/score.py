@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ropext.errors import Refused, RopextError, UsageError
 from ropext.loss import check_head, token_losses
@@ -89,7 +89,7 @@ class Windows:
     @property
     def length(self) -> int:
         """Tokens in a window, W; 0 where no document reached any asked length."""
-        return self.ids.shape[1]
+        return int(self.ids.shape[1])
 
     @property
     def data_hash(self) -> str:
@@ -111,7 +111,8 @@ def cut_windows(
     _check_request(lengths, limit)
     bos = window_start(tokenizer)
     opening = 0 if bos is None else 1
-    longest, window, kept = 0, 0, []
+    longest, window = 0, 0
+    kept: list[tuple[str, NDArray[np.int32]]] = []  # digest and tokens
     for document in documents:
         tokens = _tokens(tokenizer, document.text, bos)
         size = len(tokens) + opening
@@ -288,12 +289,14 @@ def _cut(documents: Sequence[NDArray[np.int32]], window: int, bos: int | None) -
     """Windows `[N, W]` and the number of the document that each is from `[N]`; remainders are dropped."""
     import numpy as np
 
-    opening = np.full((1, 0 if bos is None else 1), bos or 0, dtype=np.int32)
-    room = window - opening.shape[1]
-    owners = np.repeat(np.arange(len(documents), dtype=np.int32), [len(tokens) // room for tokens in documents])
-    rows = [tokens[: len(tokens) // room * room].reshape(-1, room) for tokens in documents]
-    texts = np.concatenate(rows) if rows else np.zeros((0, room), dtype=np.int32)
-    return np.concatenate([opening.repeat(len(texts), axis=0), texts], axis=1), owners
+    if not documents:
+        return np.zeros((0, 0), dtype=np.int32), np.zeros(0, dtype=np.int32)
+    room = window if bos is None else window - 1
+    counts = [len(tokens) // room for tokens in documents]
+    ids = np.concatenate([tokens[: n * room].reshape(n, room) for n, tokens in zip(counts, documents, strict=True)])
+    if bos is not None:
+        ids = np.insert(ids, 0, bos, axis=1)
+    return ids, np.repeat(np.arange(len(documents), dtype=np.int32), counts)
 
 
 def _check_request(lengths: Sequence[int], limit: int | None) -> None:
@@ -319,7 +322,8 @@ def _check_static(model: PreTrainedModel) -> None:
 
 def _check_vocabulary(model: PreTrainedModel, windows: Windows) -> None:
     """Raises RopextError if the tokenizer knows more tokens than the model has embeddings for."""
-    known, largest = model.get_input_embeddings().weight.shape[0], int(windows.ids.max())
+    embeddings: Any = model.get_input_embeddings()
+    known, largest = embeddings.weight.shape[0], int(windows.ids.max())
     if largest >= known:
         raise RopextError(
             f"tokenizer and model must belong together: the text has token {largest}, the model knows {known} tokens"

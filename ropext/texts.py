@@ -6,11 +6,15 @@ A document is one text that belongs together; nothing here joins or cuts documen
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ropext.errors import RopextError, UsageError
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "tkinter", "lib2to3", "pydoc_data"})
 HELD_OUT_SHARE = 5  # one module in five
 
@@ -26,6 +30,51 @@ class Document:
     def sha256(self) -> str:
         """Identity of the text, whatever it is called: hex digest of its UTF-8 bytes."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_documents(source: str, text_field: str = "text") -> Iterator[Document]:
+    """Documents of a text file (one), a folder (its text files, by path), or a JSONL file (one a row).
+
+    Checks `source` at once, reads while iterated. Raises UsageError where there is nothing of these kinds, RopextError
+    where a file is not what its name says.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
+        if not files:
+            raise UsageError(f"a folder of --data needs {', '.join(TEXT_SUFFIXES)} files: {source} has none")
+        return (Document(name=str(file), text=_read_text(file)) for file in files)
+    if not path.is_file():
+        raise UsageError(f"--data is a file or folder: {source!r} is none. Hub data sets are not built yet")
+    if path.suffix.lower() in TEXT_SUFFIXES:
+        return (Document(name=str(file), text=_read_text(file)) for file in [path])
+    if path.suffix.lower() == ".jsonl":
+        return _read_rows(path, text_field)
+    raise UsageError(f"--data takes {', '.join(TEXT_SUFFIXES)}, .jsonl or a folder: found {path.name}, not built yet")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RopextError(f"a text must be readable UTF-8: {path} is not ({error})") from None
+
+
+def _read_rows(path: Path, text_field: str) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[text_field]
+            except (ValueError, KeyError, TypeError, IndexError):
+                text = None
+            if not isinstance(text, str):
+                raise RopextError(
+                    f"each row is a JSON object with its text in {text_field!r}: {path} line {number} is not. "
+                    "Name the field with --text-field"
+                )
+            yield Document(name=f"{path}:{number}", text=text)
 
 
 def is_held_out(module: str) -> bool:

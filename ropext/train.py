@@ -9,13 +9,11 @@ Shapes: B sequences per optimizer step, T tokens in one. Rates are per optimizer
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
+import logging
 import math
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -32,17 +30,17 @@ from ropext.loss import check_head, mean_loss
 from ropext.memory import activation_bytes, available_bytes, checkpointing_pays, training_bytes
 from ropext.pack import Windows, check_supply
 from ropext.schedule import Stage, rate_at
+from ropext.state import lock, read_manifest, saved_states, write_state
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from tqdm import tqdm
+    from rich.progress import Progress
 
 BETAS = (0.9, 0.95)  # with no weight decay, as in PI (arXiv:2306.15595, section 3.1)
 CLIP_NORM = 1.0
-STATES_KEPT = 2  # so that one damaged state does not lose the run
+LINE_EVERY = 60.0  # seconds, where stderr is a file
 STATE_FORMAT = 1
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,15 +89,16 @@ def tune(
     *,
     run_folder: Path,
     enter_stage: Callable[[Any, Stage], None],
-    leave_stage: Callable[[Any, Stage, StageResult], object],
+    leave_stage: Callable[[Any, Stage, Sequence[StageResult]], object],
     say: Callable[[str], None],
     resume: bool = False,
 ) -> tuple[StageResult, ...]:
     """Train the float32 `model` in place, stage by stage, and return what each stage did.
 
     `enter_stage` sets the rotary tables of a stage; it is called once more where a run resumes inside that stage.
-    `leave_stage` writes the stage's checkpoint; after a kill it may be called again for a stage whose checkpoint is
-    already there, with the same weights. `run_folder` takes the saved states and the TensorBoard logs.
+    `leave_stage` gets the results so far and writes the stage's checkpoint; after a kill it may be called again for a
+    stage whose checkpoint is already there, with the same weights. `run_folder` takes the saved states and the
+    TensorBoard logs.
 
     Raises Refused before the first step for too little text, an unfinished run in the folder without `resume`, or a
     resumed run whose settings differ; RopextError where a loss stops being finite or memory runs out;
@@ -109,7 +108,7 @@ def tune(
     check_head(model)
     check_supply(windows, stages)
     run_folder.mkdir(parents=True, exist_ok=True)
-    with _lock(run_folder), _first_interrupt() as interrupted:
+    with lock(run_folder), _first_interrupt() as interrupted:
         run = _Run(model, windows, stages, settings, run_folder, say, interrupted)
         try:
             run.start(resume)
@@ -134,13 +133,13 @@ class _Run:
         interrupted: threading.Event,
     ) -> None:
         self.windows, self.stages, self.settings, self.folder = windows, stages, settings, run_folder
-        self.interrupted, self.place, self.saved_at = interrupted, Place(), time.monotonic()
+        self.say, self.interrupted, self.place = say, interrupted, Place()
+        self.saved_at = self.shown_at = time.monotonic()
         self.identity = fingerprint(windows, stages, settings)
         self.total_steps = sum(stage.steps for stage in stages)
         self.was_training = bool(model.training)
         self.accelerator, self.model, self.optimizer = _prepare(model, settings, run_folder)
-        self.bar = _bar(settings.progress, sum(stage.tokens for stage in stages))
-        self._say = say
+        self.bar = _progress(settings.progress, sum(stage.tokens for stage in stages))
 
     @property
     def stage(self) -> Stage:
@@ -150,11 +149,6 @@ class _Run:
     def global_step(self) -> int:
         """Optimizer steps done in all stages."""
         return sum(stage.steps for stage in self.stages[: self.place.stage]) + self.place.step
-
-    def say(self, line: str) -> None:
-        """A line to the caller, with the bar out of its way."""
-        with self.bar.external_write_mode(file=sys.stderr):
-            self._say(line)
 
     def start(self, resume: bool) -> None:
         """Take up the newest whole state, if there is one to take up, and open the logs."""
@@ -169,7 +163,9 @@ class _Run:
         elif resume:
             self.say(f"no saved state in {self.folder}: starting from the beginning")
         self.model.train()
-        purge = {"tensorboard": {"purge_step": self.global_step + 1}} if states else {}
+        self.bar.start()
+        # Steps that a killed run logged after its last state are taken again, and shown once.
+        purge = {"tensorboard": {"purge_step": self.global_step + 1}}
         self.accelerator.init_trackers("finetune", init_kwargs=purge)
 
     def _take_up(self, states: Sequence[Path]) -> None:
@@ -182,7 +178,6 @@ class _Run:
             self.accelerator.load_state(str(state))
             results = [StageResult(**result) for result in manifest["place"].pop("results")]
             self.place = Place(**manifest["place"], results=results)
-            self.bar.initial = self.bar.n = self._tokens_done()
             self.say(f"resumed from {state}: {self.global_step} of {self.total_steps} steps were done")
             return
         raise RopextError(f"--resume needs one whole saved state: found {len(states)} damaged in {self.folder}")
@@ -194,11 +189,12 @@ class _Run:
     def train_stage(
         self,
         enter_stage: Callable[[Any, Stage], None],
-        leave_stage: Callable[[Any, Stage, StageResult], object],
+        leave_stage: Callable[[Any, Stage, Sequence[StageResult]], object],
     ) -> None:
         """The rest of the stage in hand; then the run stands at the start of the next."""
         stage, place = self.stage, self.place
         enter_stage(self.model, stage)
+        _forget_peak(self.accelerator.device)
         self._choose_checkpointing()
         if place.step < stage.steps:
             while place.step < stage.steps:
@@ -215,8 +211,9 @@ class _Run:
             seconds=place.seconds,
             peak_memory_bytes=place.peak_memory_bytes,
         )
-        leave_stage(self.model, stage, result)
-        self.place = Place(stage=place.stage + 1, results=[*place.results, result])
+        results = [*place.results, result]
+        leave_stage(self.model, stage, results)
+        self.place = Place(stage=place.stage + 1, results=results)
         if self.interrupted.is_set():
             raise KeyboardInterrupt
 
@@ -231,7 +228,6 @@ class _Run:
         )
         on = pays and bool(self.model.supports_gradient_checkpointing)
         _switch_checkpointing(self.model, on)
-        self.bar.set_description(f"stage {self.place.stage + 1}/{len(self.stages)} ({format_length(stage.length)})")
         windows = self.windows[self.place.stage]
         self.say(
             f"stage {self.place.stage + 1} of {len(self.stages)}: {format_length(stage.length)} tokens, factor "
@@ -265,8 +261,16 @@ class _Run:
         tokens = stage.batch * stage.length
         figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": tokens / seconds}
         self.accelerator.log(figures, step=self.global_step)
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self.bar.update(tokens)
+        self._show(f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s")
+
+    def _show(self, figures: str) -> None:
+        """The bar moved on; a line now and then where a bar cannot be drawn."""
+        name = f"stage {self.place.stage + 1}/{len(self.stages)} ({format_length(self.stage.length)})"
+        self.bar.update(self.bar.task_ids[0], completed=self._tokens_done(), description=name, figures=figures)
+        due = time.monotonic() - self.shown_at >= LINE_EVERY
+        if due and self.settings.progress and not self.bar.console.is_terminal:
+            self.shown_at = time.monotonic()
+            self.say(f"{name}: step {self.place.step} of {self.stage.steps}, {figures}")
 
     def _backward(self) -> float:
         """Gradients of the batch's mean loss, a few sequences at a time; returns that loss.
@@ -282,7 +286,7 @@ class _Run:
         for ids in torch.from_numpy(rows).split(self._rows_at_once()):
             loss = mean_loss(self.model, ids.to(self.accelerator.device)) * (len(ids) / len(rows))
             self.accelerator.backward(loss)
-            total += float(loss)
+            total += float(loss.detach())
         return total
 
     @contextmanager
@@ -301,9 +305,9 @@ class _Run:
     def _stopped(self, why: str, remedy: str) -> RopextError:
         place, kept = self.place, saved_states(self.folder)
         return RopextError(
-            f"training stopped in stage {place.stage + 1} ({format_length(self.stage.length)}), step {place.step + 1} "
+            f"training stopped in stage {place.stage + 1} ({format_length(self.stage.length)}) after step {place.step} "
             f"of {self.stage.steps}: {why}; {remedy}. "
-            + (f"The state before is kept in {kept[0]}" if kept else "No state had been saved")
+            + (f"The last saved state is {kept[0]}" if kept else "No state had been saved")
         )
 
     def _save_if_due(self) -> None:
@@ -315,31 +319,20 @@ class _Run:
             self.save()
 
     def save(self) -> None:
-        """One more state on disk, whole or not at all; then the oldest goes."""
-        new, final = self.folder / "state.new", self.folder / f"state-{self.global_step}"
-        shutil.rmtree(new, ignore_errors=True)
-        self.accelerator.save_state(str(new))
-        manifest = {
-            "place": asdict(self.place),
-            "global_step": self.global_step,
-            "settings": self.identity,
-            "files": {path.name: _identity(path) for path in sorted(new.iterdir())},
-        }
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for path in (*new.iterdir(), new):
-            _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        new.rename(final)
-        _sync(self.folder)
-        # A state from beyond this step is a damaged one that this run resumed from behind.
-        states = saved_states(self.folder)
-        for old in [s for s in states if _number(s) > self.global_step] + states[states.index(final) + STATES_KEPT :]:
-            shutil.rmtree(old)
+        """One more state on disk, whole or not at all."""
+        from safetensors import SafetensorError
+
+        about = {"place": asdict(self.place), "settings": self.identity}
+        try:
+            with _quiet("accelerate.utils.other"):  # it warns of tied embeddings, which load_state ties again
+                write_state(self.folder, self.global_step, lambda new: self.accelerator.save_state(str(new)), about)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk thus
+            raise self._stopped(f"the state could not be saved ({error})", "check that the disk has room") from error
         self.saved_at = time.monotonic()
 
     def close(self) -> None:
         """Logs and bar finished, the model's modes as they were."""
-        self.bar.close()
+        self.bar.stop()
         self.accelerator.end_training()
         _switch_checkpointing(self.model, False)
         self.model.train(self.was_training)
@@ -364,12 +357,29 @@ def _prepare(model: Any, settings: Settings, run_folder: Path) -> tuple[Accelera
     return accelerator, model, optimizer
 
 
-def _bar(shown: bool, tokens: int) -> tqdm[Any]:
-    """A bar on stderr that counts tokens; seldom redrawn where stderr is a file."""
-    from tqdm import tqdm
+def _progress(shown: bool, tokens: int) -> Progress:
+    """A bar on stderr over the tokens of all stages; lines that others print meanwhile go above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    seconds = 0.5 if sys.stderr.isatty() else 10.0
-    return tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=not shown, mininterval=seconds, file=sys.stderr)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f}%"),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    bar = Progress(
+        *columns,
+        console=Console(stderr=True),
+        disable=not shown,
+        refresh_per_second=2,
+        speed_estimate_period=600.0,  # seconds; one step of a large model can take longer than the default of 30
+        redirect_stdout=sys.stdout.isatty(),  # a redirected stdout holds what was asked for, not the bar's lines
+    )
+    bar.add_task("", total=tokens, figures="")
+    return bar
 
 
 def _switch_checkpointing(model: Any, on: bool) -> None:
@@ -381,8 +391,15 @@ def _switch_checkpointing(model: Any, on: bool) -> None:
         getattr(model, f"{word}_checkpointing_disable")()
 
 
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def _peak_memory(device: torch.device) -> int:
-    """GPU: the peak of PyTorch's allocator. CPU: the high-water mark of the process's resident memory since it began."""
+    """GPU: the peak of PyTorch's allocator. CPU: the most resident memory that the process held since it began."""
     if device.type == "cuda":
         import torch
 
@@ -426,54 +443,16 @@ def _check_same(then: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def saved_states(run_folder: Path) -> list[Path]:
-    """The states of a run, newest first, whole or damaged."""
-    states = [path for path in run_folder.glob("state-*") if path.name.removeprefix("state-").isdecimal()]
-    return sorted(states, key=_number, reverse=True)
-
-
-def _number(state: Path) -> int:
-    return int(state.name.removeprefix("state-"))
-
-
-def read_manifest(state: Path) -> dict[str, Any] | None:
-    """The manifest of a saved state, or None unless every file of it is there with its size and hash."""
-    try:
-        manifest: dict[str, Any] = json.loads((state / MANIFEST).read_text())
-        whole = all(_identity(state / name) == identity for name, identity in manifest["files"].items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None
-    return manifest if whole else None
-
-
-def _identity(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextmanager
-def _lock(run_folder: Path) -> Iterator[None]:
-    """One process at a time in a run folder. The system drops the lock with the process, however that ends."""
-    with (run_folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(
-                f"one process trains in a run folder: found another at work in {run_folder}; wait for it, or start in "
-                "another folder with --out"
-            ) from None
+def _quiet(name: str) -> Iterator[None]:
+    """Warnings of this logger off, and afterwards as they were."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
         yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -27,10 +27,8 @@ class Choice:
     why: str
 
 
-def named(model: str | None) -> Choice | None:
-    """The checkpoint that the user named, by directory or as "built-in"; None where none was."""
-    if model is None:
-        return None
+def named(model: str) -> Choice:
+    """The checkpoint that the user named, by directory or as "built-in"."""
     if model == BUILT_IN:
         return built_in("named")
     path = Path(model)

@@ -10,11 +10,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ropext.checkpoint import RECORD, TOKENIZER_CONFIG, Checkpoint
+from ropext.checkpoint import CONFIG, RECORD, TOKENIZER_CONFIG, Checkpoint
 from ropext.errors import Refused, RopextError, UsageError
 
 Weights = Literal["clone", "link", "copy"]
@@ -24,12 +24,16 @@ _FICLONE = 0x40049409  # ioctl of Linux that shares the blocks of a file (linux/
 
 def check_destination(out: Path, source: Path, *, overwrite: bool = False) -> None:
     """Refuse a destination that holds something, unless it is ropext's own and may be overwritten."""
-    real, origin = out.resolve(), source.resolve()
+    try:
+        real, origin = out.resolve(), source.resolve()
+        there = out.exists() or out.is_symlink()
+    except (OSError, RuntimeError) as error:  # RuntimeError: Python below 3.13 says so of links in a circle
+        raise UsageError(f"--out must name a directory that can be made: {str(out)!r} cannot ({error})") from None
     if real == origin or real in origin.parents or origin in real.parents:
         raise Refused(
             f"an output never lies in its source, nothing is changed in place: {out} and {source}. Choose --out"
         )
-    if not out.exists() and not out.is_symlink():
+    if not there:
         return
     if not overwrite:
         raise Refused(
@@ -41,7 +45,7 @@ def check_destination(out: Path, source: Path, *, overwrite: bool = False) -> No
 
 def patched_files(source: Checkpoint, config: Mapping[str, Any], native_length: int, window: int) -> dict[str, bytes]:
     """New bytes of the files that a patch changes: the config, and the tokenizer's limit where it held the old one."""
-    files = {"config.json": json_bytes(config)}
+    files = {CONFIG: json_bytes(config)}
     before = source.config.get("max_position_embeddings")
     limit = source.tokenizer_config.get("model_max_length")
     if limit is not None and limit in (before, native_length) and limit != window:
@@ -51,42 +55,102 @@ def patched_files(source: Checkpoint, config: Mapping[str, Any], native_length: 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
     """How ropext writes JSON files."""
-    return (json.dumps(dict(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+    # Nothing of ropext's is NaN, but a config may hold one elsewhere, and it stays. A lone surrogate stays an escape.
+    return (json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _with_limit(raw: bytes, window: int) -> bytes:
     """tokenizer_config.json with another model_max_length, every other byte kept."""
-    changed, count = re.subn(rb'("model_max_length"\s*:\s*)[0-9.eE+]+', rb"\g<1>%d" % window, raw)
-    if count != 1:
-        raise RopextError(f"model_max_length must stand once in {TOKENIZER_CONFIG}: found it {count} times")
-    return changed
+    wanted = {**json.loads(raw), "model_max_length": window}
+    for match in re.finditer(rb'"model_max_length"\s*:\s*([0-9.eE+]+)', raw):
+        changed = raw[: match.start(1)] + b"%d" % window + raw[match.end(1) :]
+        if json.loads(changed) == wanted:  # the key may stand in a nested object too
+            return changed
+    raise RopextError(f"model_max_length must be a plain key of {TOKENIZER_CONFIG}: it is spelt otherwise there")
 
 
 def write_patched(
     source: Checkpoint, out: Path, files: Mapping[str, bytes], *, weights: Weights = "clone", overwrite: bool = False
 ) -> None:
-    """Write `out`: every file of the source, those in `files` with their new bytes.
+    """Write `out`: the source with its weights byte for byte, and `files` with their new bytes.
 
     Raises RopextError where that fails, and leaves nothing.
     """
-    check_destination(out, source.path, overwrite=overwrite)
-    names = [path.relative_to(source.path).as_posix() for path in sorted(_regular_files(source.path))]
-    kept = [name for name in names if name not in files and name != RECORD]
     if weights != "link":
-        _check_room(out.parent, sum((source.path / name).stat().st_size for name in kept))
+        _check_room(out.parent, sum(path.stat().st_size for path in _regular_files(source.path)))
+    _write(source, out, files, lambda name, to: _take(source.path / name, to, weights), overwrite)
+
+
+def check_weights_fit(source: Checkpoint, model: Any) -> None:
+    """Refuse, before training, a model whose parameters are not tensors of the source under the same names.
+
+    A tied parameter stands in the file once, under one of its names.
+    """
+    stored = {id(parameter) for name, parameter in _all_names(model) if name in source.tensors}
+    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in stored]
+    if lost:
+        raise Refused(
+            f"trained weights are written under the names they came from: {lost[0]} is not in {source.path}. "
+            "Load and save the checkpoint once with the installed transformers, then start from that"
+        )
+
+
+def write_tuned(
+    source: Checkpoint, model: Any, out: Path, files: Mapping[str, bytes], *, overwrite: bool = False
+) -> None:
+    """Write `out`: the source with the weights of `model`, in the source's shards, names, dtypes and tying.
+
+    Raises RopextError where that fails, and leaves nothing.
+    """
+    _write(source, out, files, lambda name, to: _save_weights(source, name, model, to), overwrite)
+
+
+def _write(
+    source: Checkpoint,
+    out: Path,
+    files: Mapping[str, bytes],
+    put_weights: Callable[[str, Path], None],
+    overwrite: bool,
+) -> None:
+    """Fill a staged directory: small files as they were or from `files`, weights by `put_weights`, the config last."""
+    check_destination(out, source.path, overwrite=overwrite)
     with staged(out, overwrite=overwrite) as folder:
-        for name in kept:
+        for path in sorted(_regular_files(source.path)):
+            name = path.relative_to(source.path).as_posix()
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            linked = weights == "link" and name in source.weight_files
-            _take(source.path / name, folder / name, "link" if linked else "copy" if weights == "copy" else "clone")
-        for name in sorted(files, key=lambda name: name == "config.json"):  # a config last: it makes a checkpoint
+            if name in source.weight_files:
+                put_weights(name, folder / name)
+            elif name not in files and name != RECORD:
+                _take(path, folder / name, "clone")
+        for name in sorted(files, key=lambda name: name == CONFIG):
             write_file(folder / name, files[name])
+
+
+def _all_names(model: Any) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters(remove_duplicate=False)
+
+
+def _save_weights(source: Checkpoint, name: str, model: Any, target: Path) -> None:
+    """One safetensors file: trained tensors in their stored dtype; what the model does not hold, as it was."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    trained, tensors = dict(_all_names(model)), {}
+    with safe_open(source.path / name, framework="pt") as file:
+        metadata = file.metadata() or {}
+        for key in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            stored = file.get_tensor(key)
+            tensors[key] = trained[key].detach().to("cpu", stored.dtype).contiguous() if key in trained else stored
+            if tensors[key].shape != stored.shape:
+                raise RopextError(f"a tensor keeps its shape in training: {key} was {stored.shape}")
+    save_file(tensors, target, metadata={**metadata, "format": "pt"})
 
 
 @contextlib.contextmanager
 def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A hidden sibling of `out` to fill; renamed to `out` at the end, removed where the work fails."""
     try:
+        out = out.resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = out.parent / f".{out.name}.ropext-{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,8 +194,11 @@ def _regular_files(folder: Path) -> Iterator[Path]:
     """Files below a checkpoint directory, links followed, hidden folders (.git, .cache) left out."""
     for path in folder.iterdir():
         if path.is_dir():
-            if not path.name.startswith("."):
-                yield from _regular_files(path)
+            if path.name.startswith("."):
+                continue
+            if path.resolve() in (folder.resolve(), *folder.resolve().parents):
+                raise Refused(f"a checkpoint never holds itself: {path} leads to {path.resolve()}. Remove the link")
+            yield from _regular_files(path)
         elif path.is_file():
             yield path
 

@@ -14,37 +14,53 @@ ROTARY = {"llama": 16, "mistral": 16, "qwen2": 16, "qwen3": 16, "gemma": 16, "ph
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    return {family: make_checkpoint(root / family, family) for family in FAMILIES}
-
-
-@pytest.mark.parametrize("reader", ["this_reader", "other_reader"])
-def test_every_rotary_family_has_the_plain_table_in_both_readers(reader, folders, request):
-    readings = request.getfixturevalue(reader)([256], [folders[family] for family in ROTARY])
-    for (family, dims), reading in zip(ROTARY.items(), readings, strict=True):
-        expected = [10000 ** (-2 * pair / dims) for pair in range(dims // 2)]
-        assert reading.table(256) == pytest.approx(expected, rel=1e-6), family
-        assert set(reading.scaling[256].values()) == {1.0}
-        assert not reading.log, family
-
-
-def test_the_newer_layout_is_read_right_by_5_and_wrong_by_4(tmp_path, this_reader, other_reader):
-    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    folder = make_checkpoint(tmp_path, layout="new", rope_parameters=scaled, max_position_embeddings=1024)
-    assert "rope_theta" not in json.loads((folder / "config.json").read_text())
-    assert this_reader([256], [folder])[0].table(256) == pytest.approx([w / 4 for w in UNSCALED], rel=1e-6)
-    assert other_reader([256], [folder])[0].table(256) == pytest.approx(UNSCALED, rel=1e-6)
-
-
-def test_a_reader_shows_what_changes_with_the_length_and_what_transformers_complains_of(tmp_path, this_reader):
-    dynamic = make_checkpoint(tmp_path / "d", rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    root = tmp_path_factory.mktemp("tiny")
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     stretched = {"rope_type": "linear", "factor": 0.25}
-    complained = [make_checkpoint(tmp_path / name, rope_scaling=stretched) for name in "ab"]
-    reading, *warned = this_reader([1024, 256], [dynamic, *complained])
+    return {family: make_checkpoint(root / family, family) for family in ROTARY} | {
+        "newer layout": make_checkpoint(root / "newer", layout="new", rope_parameters=linear),
+        "dynamic": make_checkpoint(root / "dynamic", rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+        "complained of": make_checkpoint(root / "stretched", rope_scaling=stretched),
+        "complained of again": make_checkpoint(root / "again", rope_scaling=stretched),
+    }
+
+
+@pytest.fixture(scope="module")
+def read_by_5(folders, this_reader):
+    return dict(zip(folders, this_reader([1024, 256], [*folders.values()]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def read_by_4(folders, other_reader):
+    return dict(zip(folders, other_reader([1024, 256], [*folders.values()]), strict=True))
+
+
+@pytest.mark.parametrize(("readings", "major"), [("read_by_5", "5"), ("read_by_4", "4")])
+def test_every_rotary_family_has_the_plain_table_in_both_readers(readings, major, request):
+    readings = request.getfixturevalue(readings)
+    for family, dims in ROTARY.items():
+        expected = [10000 ** (-2 * pair / dims) for pair in range(dims // 2)]
+        assert readings[family].table(256) == pytest.approx(expected, rel=1e-6), family
+        assert set(readings[family].scaling[256].values()) == {1.0}
+        assert readings[family].version.split(".")[0] == major
+        assert not readings[family].log, family
+
+
+def test_the_newer_layout_is_read_right_by_5_and_unscaled_by_4(folders, read_by_5, read_by_4):
+    assert "rope_theta" not in json.loads((folders["newer layout"] / "config.json").read_text())
+    assert read_by_5["newer layout"].table(256) == pytest.approx([w / 4 for w in UNSCALED], rel=1e-6)
+    assert read_by_4["newer layout"].table(256) == pytest.approx(UNSCALED, rel=1e-6)
+
+
+@pytest.mark.parametrize("readings", ["read_by_5", "read_by_4"])
+def test_a_reader_shows_what_changes_with_the_length_and_what_transformers_complains_of(readings, request):
+    readings = request.getfixturevalue(readings)
     theta = 10000 * (4 * 1024 / 256 - 3) ** (16 / 14)
-    assert reading.table(1024) == pytest.approx([theta ** (-2 * pair / 16) for pair in range(8)], rel=1e-5)
-    assert reading.table(256) == pytest.approx(UNSCALED, rel=1e-6)
-    assert all(any("factor" in line for line in one.log) for one in warned)
+    longer = [theta ** (-2 * pair / 16) for pair in range(8)]
+    assert readings["dynamic"].table(1024) == pytest.approx(longer, rel=1e-5)
+    assert readings["dynamic"].table(256) == pytest.approx(UNSCALED, rel=1e-6)
+    for name in ("complained of", "complained of again"):
+        assert any("factor" in line for line in readings[name].log), name
 
 
 @pytest.mark.parametrize(("bos", "first"), [("adds", 1), ("has", 0), ("none", 0)])
@@ -77,6 +93,12 @@ def test_shards_hold_the_same_tensors_and_overrides_reach_the_file_alone(tmp_pat
     assert json.loads((split / "tokenizer_config.json").read_text())["model_max_length"] == 512
 
 
+def test_a_checkpoint_is_the_same_bytes_every_time(tmp_path):
+    once, again = make_checkpoint(tmp_path / "once"), make_checkpoint(tmp_path / "again")
+    assert len(files := sorted(path.name for path in once.iterdir())) == 5
+    assert all((once / file).read_bytes() == (again / file).read_bytes() for file in files)
+
+
 @pytest.mark.parametrize("layout", ["old", "new"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_loads_whole_and_in_its_own_dtype(tmp_path, family, layout):
@@ -87,3 +109,4 @@ def test_every_family_loads_whole_and_in_its_own_dtype(tmp_path, family, layout)
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert str(model.dtype) == "torch.bfloat16"
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == 256

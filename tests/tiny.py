@@ -76,8 +76,8 @@ def make_checkpoint(
     _write_json(folder / "config.json", written)
     if shards > 1:
         _split_weights(folder, shards)
-    window = next((written.get(key) for key in ("max_position_embeddings", "n_positions", "seq_length")), None)
-    _write_tokenizer(folder, specials, adds_bos=bos == "adds", model_max_length=window)
+    window = next(key for key in ("max_position_embeddings", "n_positions", "seq_length") if key in written)
+    _write_tokenizer(folder, specials, adds_bos=bos == "adds", model_max_length=written[window])
     return folder
 
 
@@ -110,7 +110,7 @@ def _split_weights(folder: Path, shards: int) -> None:
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_tokenizer(folder: Path, specials: list[str], *, adds_bos: bool, model_max_length: int | None) -> None:
+def _write_tokenizer(folder: Path, specials: list[str], *, adds_bos: bool, model_max_length: int) -> None:
     """A byte tokenizer: the special tokens, then one token for each of the 256 bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 

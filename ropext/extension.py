@@ -1,0 +1,65 @@
+"""The extension that a checkpoint carries, and what each training stage makes of it.
+
+Lengths are in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ropext.checkpoint import Checkpoint
+from ropext.facts import Facts
+from ropext.plan import plan_at
+from ropext.provenance import rope_record
+from ropext.rope import Progressive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRope:
+    """The rope settings that one stage trains with and leaves in its checkpoint."""
+
+    config: Mapping[str, Any]
+    window: int
+    record: Mapping[str, Any]  # the `rope` of ropext.json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extension:
+    """How a checkpoint was extended: by a fixed factor, by one that grows with the stage, or not at all."""
+
+    checkpoint: Checkpoint
+    facts: Facts
+    native_length: int  # before the extension
+    progressive: bool
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, facts: Facts) -> Extension:
+        """Read from ropext.json; a checkpoint without one is taken as it is."""
+        record = checkpoint.record
+        if record is None or record["kind"] != "patch":
+            return cls(checkpoint=checkpoint, facts=facts, native_length=facts.native_length, progressive=False)
+        progressive = record["rope"]["method"] == "progressive"
+        return cls(
+            checkpoint=checkpoint, facts=facts, native_length=record["rope"]["native_length"], progressive=progressive
+        )
+
+    def at(self, length: int) -> StageRope:
+        """Rope settings of a stage of this length: the checkpoint's own, or a progressive patch's at that length."""
+        if not self.progressive:
+            record = (self.checkpoint.record or {}).get("rope", {})
+            return StageRope(config=self.checkpoint.config, window=self.facts.window, record=record)
+        assert self.checkpoint.record is not None
+        rope = self.checkpoint.record["rope"]
+        window = max(length, self.native_length)
+        method = Progressive(factor=rope["factor"], inner=rope["inner"]).at(window / self.native_length)
+        plan = plan_at(
+            self.checkpoint.config,
+            replace(self.facts, theta=rope["theta_before"], scaling=None),
+            method,
+            name=rope["inner"],
+            native_length=self.native_length,
+            target_length=window,
+        )
+        return StageRope(config=plan.config, window=window, record=rope_record(plan))

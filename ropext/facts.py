@@ -24,6 +24,8 @@ PARTIAL_NAMES = {"gpt_neox": "rotary_pct"}
 # What transformers takes where the config is silent.
 DEFAULT_THETA = dict.fromkeys(PROVEN, 10000.0)
 DEFAULT_PARTIAL = {"gpt_neox": 0.25}
+DEFAULT_SLIDING_WINDOW = {"mistral": 4096}
+SLIDING_ONLY_IF_ASKED = frozenset({"qwen2", "qwen3"})  # sliding_window counts where use_sliding_window is true
 # Model types without a rotary embedding, and what they have instead.
 OTHER_SCHEMES: Mapping[str, Scheme] = {
     **dict.fromkeys(
@@ -82,7 +84,7 @@ def read_facts(checkpoint: Checkpoint) -> Facts:
         tokenizer_length=_tokenizer_length(checkpoint.tokenizer_config),
         scaling=None if rope_type == "default" else block,
         rope_extras=tuple(sorted(block.keys() - PLAIN_ROPE_KEYS)) if rope_type == "default" else (),
-        sliding_window=_sliding_window(config),
+        sliding_window=_sliding_window(config, model_type),
     )
 
 
@@ -95,7 +97,7 @@ def rope_block(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         block = {} if config.get(key) is None else config[key]
         if not isinstance(block, dict):
-            raise Refused(f"{key} is an object or null: config.json has {block!r}")
+            raise Refused(f"{key} is an object or null: config.json has {_short(block)}")
         if any(isinstance(value, dict) for value in block.values()):
             raise Refused(f"{key} nested by layer type is not built yet: config.json has {', '.join(sorted(block))}")
         if "type" in block and block.get("rope_type", block["type"]) != block["type"]:
@@ -123,7 +125,7 @@ def _canonical(block: Mapping[str, Any]) -> dict[str, Any]:
 def _model_type(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise Refused(f"config.json must name its model_type: found {model_type!r}")
+        raise Refused(f"config.json must name its model_type: found {_short(model_type)}")
     return model_type
 
 
@@ -169,7 +171,7 @@ def _partial_rotary_factor(config: Mapping[str, Any], model_type: str, block: Ma
     if partial is None:
         return None
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise Refused(f"{name} must lie between 0 and 1: config.json has {partial!r}")
+        raise Refused(f"{name} must lie between 0 and 1: config.json has {_short(partial)}")
     return float(partial)
 
 
@@ -199,11 +201,10 @@ def _tokenizer_length(tokenizer_config: Mapping[str, Any]) -> int | None:
     return int(length)
 
 
-def _sliding_window(config: Mapping[str, Any]) -> int | None:
-    window = config.get("sliding_window")
-    if isinstance(window, bool) or not isinstance(window, int) or config.get("use_sliding_window") is False:
-        return None
-    return window
+def _sliding_window(config: Mapping[str, Any], model_type: str) -> int | None:
+    window = config.get("sliding_window", DEFAULT_SLIDING_WINDOW.get(model_type))
+    used = config.get("use_sliding_window", model_type not in SLIDING_ONLY_IF_ASKED)
+    return window if used and isinstance(window, int) and not isinstance(window, bool) else None
 
 
 def _whole(config: Mapping[str, Any], key: str) -> int:

@@ -5,6 +5,7 @@ No code from a checkpoint runs, no pickle is read, and nothing is left to random
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +96,8 @@ def set_rotary(model: nn.Module, config: Mapping[str, Any]) -> None:
     """
     from transformers import CONFIG_MAPPING
 
-    loaded: Any = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    own_copy = copy.deepcopy(dict(config))  # transformers adds its own keys to the nested ones
+    loaded: Any = CONFIG_MAPPING[config["model_type"]].from_dict(own_copy)
     own: Any = model.config
     for key in ("rope_parameters", "max_position_embeddings"):
         setattr(own, key, getattr(loaded, key))

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ropext.checkpoint import CONFIG
-from ropext.errors import RopextError
+from ropext.errors import Refused, RopextError
+from ropext.facts import PROVEN
 from ropext.plan import RopePlan
 
 if TYPE_CHECKING:
@@ -36,15 +37,26 @@ class Table:
 def verify(plan: RopePlan) -> str:
     """Check the planned config in the installed transformers. Returns its version.
 
-    Raises RopextError where a table differs from the plan, where there is none, or where transformers warns about rope.
+    Raises RopextError where a table differs from the plan, where there is none, or where transformers warns about rope;
+    Refused where the model type is none whose table is known, so that the plan may be what is wrong.
     """
+    try:
+        return _verify(plan)
+    except RopextError as error:
+        model_type = plan.config.get("model_type")
+        if model_type in PROVEN:
+            raise
+        raise Refused(f"{error}. {model_type} is not built yet with {plan.method}: try another method") from error
+
+
+def _verify(plan: RopePlan) -> str:
     tables, warnings = tables_of(plan.config)
     import transformers
 
     reader = f"transformers {transformers.__version__}"
     if not tables:
         raise RopextError(
-            f"the rotary table must be provable: {reader} builds none for this config. Nothing was written"
+            f"the rotary table must be provable: {reader} builds none for this config"
         )
     for table in tables:
         if problem := _difference(table, plan):
@@ -67,9 +79,9 @@ def tables_of(config: Mapping[str, Any]) -> tuple[list[Table], list[str]]:
                 model = AutoModelForCausalLM.from_config(loaded, trust_remote_code=False)
             tables = [_table(name, type(module)(module.config)) for name, module in rotary_modules(model)]
         except Exception as error:  # whatever stock code raises on a config is the answer to "can it be read?"
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise RopextError(
-                f"stock transformers must be able to read the config: it fails with {reason!r}"
+                f"stock transformers must be able to read the config: it fails with {reason[:200]!r}"
             ) from error
     return tables, warnings
 

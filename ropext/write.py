@@ -144,6 +144,9 @@ def _save_weights(source: Checkpoint, name: str, model: Any, target: Path) -> No
             if tensors[key].shape != stored.shape:
                 raise RopextError(f"a tensor keeps its shape in training: {key} was {stored.shape}")
     save_file(tensors, target, metadata={**metadata, "format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    target.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
 
 
 @contextlib.contextmanager

@@ -28,13 +28,12 @@ def kept_for_backward(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("family", "lowest", "highest"), [("llama", 0.9, 1.1), ("qwen3", 0.7, 1.1), ("gpt_neox", 1, 1.4)]
+    ("family", "lowest", "highest"), [("llama", 0.95, 1.05), ("qwen3", 0.8, 1.05), ("gpt_neox", 1.0, 1.4)]
 )
 def test_the_count_of_activations_is_near_what_autograd_keeps(tmp_path, family, lowest, highest):
     model = load_model(make_checkpoint(tmp_path, family, num_hidden_layers=4))
     kept = kept_for_backward(model, torch.randint(320, (2, 128)))
     ratio = activation_bytes(model.config, 256) / kept
-    print(family, ratio)
     assert lowest < ratio < highest
 
 

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropext.checkpoint import open_checkpoint
@@ -15,6 +15,7 @@ from ropext.facts import read_facts
 from ropext.plan import make_plan
 from tests.bare import ABSENT, bare_checkpoint
 
+few = settings(max_examples=30, deadline=None)  # the time that an example takes says nothing here
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"}
 
 
@@ -118,6 +119,7 @@ def test_factor_and_target_follow_from_each_other_exactly(planned, request_, nat
     assert plan.config["rope_scaling"]["factor"] == factor
 
 
+@few
 @given(native=st.integers(min_value=1, max_value=2**20), factor=st.floats(min_value=1.0, max_value=2**24))
 def test_every_factor_gives_its_floor_or_a_refusal(tmp_path_factory, native, factor):
     checkpoint = open_checkpoint(bare_checkpoint(tmp_path_factory.getbasetemp() / "any", max_position_embeddings=native))

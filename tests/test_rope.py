@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropext.errors import Refused, UsageError
 from ropext.rope import Linear, Ntk, Plain, Progressive, canonical_name, method_named, unfinished_pair
 
+few = settings(max_examples=30, deadline=None)  # the time that an example takes says nothing here
 thetas = st.floats(min_value=100, max_value=1e8)
 factors = st.floats(min_value=1.0001, max_value=1024)
 dims = st.integers(min_value=2, max_value=128).map(lambda pairs: 2 * pairs)
@@ -22,17 +23,20 @@ def plain(theta, rotary_dims):
     return [math.exp(-2 * pair / rotary_dims * math.log(theta)) for pair in range(rotary_dims // 2)]
 
 
+@few
 @given(theta=thetas, rotary_dims=dims)
 def test_plain_frequencies_are_the_powers_of_theta(theta, rotary_dims):
     assert Plain().frequencies(theta, rotary_dims) == pytest.approx(plain(theta, rotary_dims), rel=1e-12)
 
 
+@few
 @given(theta=thetas, rotary_dims=dims, factor=factors)
 def test_linear_divides_every_pair_by_exactly_the_factor(theta, rotary_dims, factor):
     found = Linear(factor=factor).frequencies(theta, rotary_dims)
     assert found == [frequency / factor for frequency in Plain().frequencies(theta, rotary_dims)]
 
 
+@few
 @given(theta=thetas, rotary_dims=dims, factor=factors)
 def test_ntk_keeps_the_first_pair_and_divides_the_last_by_the_factor(theta, rotary_dims, factor):
     found = Ntk(factor=factor).frequencies(theta, rotary_dims)
@@ -40,6 +44,7 @@ def test_ntk_keeps_the_first_pair_and_divides_the_last_by_the_factor(theta, rota
     assert found[-1] == pytest.approx(plain(theta, rotary_dims)[-1] / factor, rel=1e-9)
 
 
+@few
 @given(theta=thetas, rotary_dims=dims, factor=factors)
 def test_ntk_slows_each_pair_more_than_the_one_before_and_never_beyond_the_factor(theta, rotary_dims, factor):
     unscaled = plain(theta, rotary_dims)
@@ -48,6 +53,7 @@ def test_ntk_slows_each_pair_more_than_the_one_before_and_never_beyond_the_facto
     assert max(ratios) <= factor * (1 + 1e-9)
 
 
+@few
 @given(method=methods, theta=thetas, rotary_dims=dims, factor=factors)
 def test_a_table_is_finite_positive_and_falls_from_pair_to_pair(method, theta, rotary_dims, factor):
     found = method_named(method, factor).frequencies(theta, rotary_dims)
@@ -56,12 +62,14 @@ def test_a_table_is_finite_positive_and_falls_from_pair_to_pair(method, theta, r
     assert all(slower < faster for faster, slower in zip(found, found[1:], strict=False))
 
 
+@few
 @given(method=methods, theta=thetas, rotary_dims=dims, excess=st.floats(min_value=1e-12, max_value=1e-6))
 def test_a_factor_near_one_changes_almost_nothing(method, theta, rotary_dims, excess):
     found = method_named(method, 1 + excess).frequencies(theta, rotary_dims)
     assert found == pytest.approx(plain(theta, rotary_dims), rel=2 * excess + 1e-9)
 
 
+@few
 @given(method=methods, theta=thetas, rotary_dims=dims, factor=factors)
 def test_the_config_form_says_what_the_frequencies_are(method, theta, rotary_dims, factor):
     chosen = method_named(method, factor)
@@ -131,6 +139,7 @@ def test_an_inner_method_belongs_to_progressive_alone_and_is_one_that_grows():
     assert method_named("progressive", 4.0, "PI") == Progressive(factor=4.0, inner="linear")
 
 
+@few
 @given(theta=thetas, rotary_dims=dims, native=st.integers(min_value=1, max_value=2**20))
 def test_the_unfinished_pair_is_the_first_that_turns_less_than_once(theta, rotary_dims, native):
     pair = unfinished_pair(theta, rotary_dims, native)

@@ -180,7 +180,8 @@ def test_perplexity_equals_a_float64_loop_over_the_same_windows(family: str) -> 
 def test_constant_logits_give_exactly_the_vocabulary_size() -> None:
     model = build("llama", tie_word_embeddings=False)
     torch.nn.init.zeros_(model.lm_head.weight)
-    results, _ = score(model, cut_windows(tokenizer(), [document(70, 1), document(70, 2)], [8, 64]), [8, 64])
+    unequal = [document(130, 1), document(70, 2)]  # an interval must weigh documents by their tokens
+    results, _ = score(model, cut_windows(tokenizer(), unequal, [8, 64]), [8, 64])
     for result in results:
         assert result.perplexity == pytest.approx(VOCABULARY, rel=1e-12)
         assert result.ci95 == pytest.approx((VOCABULARY, VOCABULARY), rel=1e-12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ropext.errors import Refused, RopextError
 from ropext.lengths import format_length
@@ -19,6 +19,7 @@ from ropext.texts import Document
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
 MOST_EPOCHS = 4  # up to four passes are nearly as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
 
@@ -93,29 +94,33 @@ class Windows:
         return np.stack([np.concatenate([np.asarray(head, np.int64), row]) for row in rows])
 
 
-def bos_of(tokenizer: Any) -> int | None:
+def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The BOS that the tokenizer's own convention puts before a text, or None where it puts none."""
-    bos: int | None = tokenizer.bos_token_id
-    ids = tokenizer("a", verbose=False)["input_ids"]
-    return bos if bos is not None and ids[0] == bos else None
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
-def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
-    """Token ids of `text` without special tokens: `[N]`. Not verbose, since any length is right here."""
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None) -> NDArray[np.int32]:
+    """Token ids of the whole text, without special ones added: `[N]`. A BOS that the text begins with is left out."""
     import numpy as np
 
-    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+    # verbose=False: the warning about texts beyond model_max_length does not apply, since windows are cut
+    ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    tokens = np.asarray(ids, dtype=np.int32)
+    return tokens[1:] if bos is not None and ids[:1] == [bos] else tokens
 
 
-def tokenize(tokenizer: Any, documents: Iterable[Document]) -> Corpus:
+def tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> Corpus:
     """All documents as tokens, each text encoded once. Raises RopextError where there is no document."""
     import numpy as np
 
-    ids = [encode(tokenizer, document.text) for document in documents]
-    if not ids:
+    texts = [document.text for document in documents]
+    if not texts:
         raise RopextError("training needs at least one document: found none; check what --data names")
-    ends = np.cumsum([len(document) for document in ids], dtype=np.int64)
-    return Corpus(tokens=np.concatenate(ids), ends=ends, bos=bos_of(tokenizer))
+    bos = bos_of(tokenizer)
+    ids = [encode(tokenizer, text, bos) for text in texts]
+    ends = np.cumsum([len(tokens) for tokens in ids], dtype=np.int64)
+    return Corpus(tokens=np.concatenate(ids), ends=ends, bos=bos)
 
 
 def check_supply(windows: Sequence[Windows], stages: Sequence[Stage]) -> None:

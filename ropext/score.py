@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ropext.errors import Refused, RopextError, UsageError
 from ropext.loss import check_head, token_losses
+from ropext.pack import bos_of, encode
 from ropext.texts import Document
 
 if TYPE_CHECKING:
@@ -109,12 +110,12 @@ def cut_windows(
     longest asked length. Only the tokens of documents that may still give a window are kept.
     """
     _check_request(lengths, limit)
-    bos = window_start(tokenizer)
+    bos = bos_of(tokenizer)
     opening = 0 if bos is None else 1
     longest, window = 0, 0
     kept: list[tuple[str, NDArray[np.int32]]] = []  # digest and tokens
     for document in documents:
-        tokens = _tokens(tokenizer, document.text, bos)
+        tokens = encode(tokenizer, document.text, bos)
         size = len(tokens) + opening
         longest = max(longest, size)
         reached = max((length for length in lengths if length <= size), default=0)
@@ -127,12 +128,6 @@ def cut_windows(
     ids, owners = _cut([tokens for _, tokens in kept], window, bos)
     digests = tuple(digest for digest, _ in kept)
     return Windows(ids=ids, owners=owners, documents=digests, longest=longest, bos=bos is not None)
-
-
-def window_start(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The BOS that each window starts with: the tokenizer's own, if it puts that before an ordinary string."""
-    bos = tokenizer.bos_token_id
-    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def score(
@@ -273,16 +268,6 @@ def _exp(nll: float) -> float | None:
         return math.exp(nll)
     except OverflowError:
         return None
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None) -> NDArray[np.int32]:
-    """Tokens of the whole text, without special ones added; a BOS that the text itself begins with is left out."""
-    import numpy as np
-
-    # verbose=False: the warning about texts beyond model_max_length does not apply, since windows are cut
-    ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-    tokens = np.asarray(ids, dtype=np.int32)
-    return tokens[1:] if bos is not None and ids[:1] == [bos] else tokens
 
 
 def _cut(documents: Sequence[NDArray[np.int32]], window: int, bos: int | None) -> tuple[NDArray[np.int32], ...]:

@@ -42,9 +42,7 @@ def bare_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", {key: value for key, value in (CONFIG | config).items() if value is not ABSENT})
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": limit, "eos_token": "</s>"}
-    write_json(
-        folder / "tokenizer_config.json", {key: value for key, value in settings.items() if value is not ABSENT}
-    )
+    write_json(folder / "tokenizer_config.json", {key: value for key, value in settings.items() if value is not ABSENT})
     if shards == 1:
         write_safetensors(folder / "model.safetensors", NAMES, metadata)
         return folder

@@ -133,7 +133,10 @@ def test_a_tokenizer_states_a_limit_only_as_a_plausible_number(facts, limit, len
 def test_a_sliding_window_counts_where_it_is_in_use(facts):
     assert facts(model_type="mistral", sliding_window=128).sliding_window == 128
     assert facts(model_type="mistral", sliding_window=None).sliding_window is None
-    assert facts(model_type="qwen2", sliding_window=128, use_sliding_window=False).sliding_window is None
+    assert facts(model_type="mistral").sliding_window == 4096  # what transformers takes where the config is silent
+    assert facts(model_type="qwen2", sliding_window=128, use_sliding_window=True).sliding_window == 128
+    for unused in ({"use_sliding_window": False}, {}):
+        assert facts(model_type="qwen2", sliding_window=128, **unused).sliding_window is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ropext.facts import read_facts
 from ropext.rope import Ntk
 from tests.tiny import make_checkpoint
 
-TEXT = " ".join(f"{word} {number}" for number, word in enumerate(["alpha", "beta", "gamma"] * 400))  # 8k bytes
+TEXT = " ".join(f"{word} {number}" for number, word in enumerate(["alpha", "beta", "gamma"] * 400))  # 11k bytes
 
 
 @pytest.fixture

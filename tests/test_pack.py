@@ -93,7 +93,11 @@ def test_windows_begin_with_a_bos_only_where_the_tokenizer_adds_one(tmp_path, bo
     text = "A text far longer than the window. " * 20
     found = tokenize(tokenizer, [Document(name="a", text=text), Document(name="b", text="")])
     assert bos_of(tokenizer) == (first or [None])[0]
-    assert found.tokens.tolist() == encode(tokenizer, text).tolist() == tokenizer(text)["input_ids"][len(first) :]
+    assert (
+        found.tokens.tolist()
+        == encode(tokenizer, text, found.bos).tolist()
+        == tokenizer(text)["input_ids"][len(first) :]
+    )
     row = found.windows(64).batch(seed=0, stage=0, step=0, size=1)[0]
     assert row.tolist()[: len(first)] == first and 0 not in row[len(first) :] and len(row) == 64
 

@@ -122,7 +122,9 @@ def test_factor_and_target_follow_from_each_other_exactly(planned, request_, nat
 @few
 @given(native=st.integers(min_value=1, max_value=2**20), factor=st.floats(min_value=1.0, max_value=2**24))
 def test_every_factor_gives_its_floor_or_a_refusal(tmp_path_factory, native, factor):
-    checkpoint = open_checkpoint(bare_checkpoint(tmp_path_factory.getbasetemp() / "any", max_position_embeddings=native))
+    checkpoint = open_checkpoint(
+        bare_checkpoint(tmp_path_factory.getbasetemp() / "any", max_position_embeddings=native)
+    )
     try:
         plan = make_plan(checkpoint.config, read_facts(checkpoint), method="ntk", factor=factor)
     except Refused:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ropext.errors import Refused, RopextError, UsageError
-from ropext.score import Windows, cut_windows, score, window_start
+from ropext.pack import bos_of
+from ropext.score import Windows, cut_windows, score
 from ropext.texts import Document
 
 VOCABULARY = 101
@@ -98,7 +99,7 @@ def test_a_window_has_the_bos_that_the_tokenizer_itself_would_add(bos: bool, add
 def test_another_special_token_in_front_is_no_bos() -> None:
     marked = tokenizer(bos=False, adds=True)
     marked.add_special_tokens({"cls_token": "<s>"})
-    assert window_start(marked) is None
+    assert bos_of(marked) is None
 
 
 def test_a_text_that_brings_its_own_bos_gets_no_second() -> None:

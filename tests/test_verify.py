@@ -93,8 +93,14 @@ def test_another_model_type_is_taken_where_its_table_proves_right(tmp_path):
     ("config", "method"),
     [
         ({"model_type": "phi3", "pad_token_id": 0}, "linear"),  # accepts longrope only
-        ({"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "linear"),  # ignores rope keys
-        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 128}, "ntk"),  # sliding layers keep their theta
+        (
+            {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 16},
+            "linear",
+        ),  # ignores rope keys
+        (
+            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 128},
+            "ntk",
+        ),  # sliding layers keep their theta
         ({"model_type": "no_such_type"}, "linear"),
     ],
 )

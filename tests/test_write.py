@@ -33,7 +33,11 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("weights", ["clone", "copy", "link"])
 def test_every_file_but_the_changed_ones_is_byte_identical_and_the_source_untouched(tmp_path, source, weights):
-    extra = {"chat_template.jinja": "{{ 'ä' }}", "generation_config.json": '{"do_sample":false}', "modeling_x.py": "1/0"}
+    extra = {
+        "chat_template.jinja": "{{ 'ä' }}",
+        "generation_config.json": '{"do_sample":false}',
+        "modeling_x.py": "1/0",
+    }
     for name, text in extra.items():
         (source / name).write_text(text, encoding="utf-8")
     (source / "sub").mkdir()
@@ -66,7 +70,9 @@ def test_only_the_limit_changes_in_the_tokenizers_file(tmp_path):
     assert (tmp_path / "p" / "tokenizer_config.json").read_bytes() == raw.replace(b":256", b":1024")
 
 
-@pytest.mark.parametrize("text", ['"inner": {"model_max_length": 256}, "model_max_length": 256', '"model_max_length": 2.56e2'])
+@pytest.mark.parametrize(
+    "text", ['"inner": {"model_max_length": 256}, "model_max_length": 256', '"model_max_length": 2.56e2']
+)
 def test_the_limit_is_found_wherever_and_however_it_is_written(tmp_path, text):
     source = bare_checkpoint(tmp_path / "m")
     (source / "tokenizer_config.json").write_text(f"{{{text}}}")

@@ -1,0 +1,149 @@
+"""Evaluation as its user runs it: models on disk in, a table, a report and one JSON document out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ropext import api
+from ropext.demo import CHECKPOINT
+from ropext.errors import Refused, RopextError
+from tests.tiny import make_checkpoint
+
+TEXT = " ".join(f"{word} {number}" for number, word in enumerate(["alpha", "beta", "gamma"] * 400))  # 11k bytes
+quiet = {"say": lambda line: None}
+
+
+@pytest.fixture(autouse=True)
+def workspace_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for name in ("one.txt", "two.txt", "three.txt"):
+        (tmp_path / "texts" / name).write_text(name + TEXT)
+
+
+@pytest.fixture
+def patched() -> str:
+    make_checkpoint(Path("source"))
+    api.patch("source", method="linear", factor=4.0)
+    return "ropext-runs/source-linear-1k"
+
+
+def test_one_model_is_scored_with_its_lineage_in_order(patched):
+    api.finetune(patched, schedule=(256, 1024), data="texts", steps_per_stage=1, progress=False, **quiet)
+    result = api.evaluate(lengths=(128, 1024), data="texts", **quiet)
+    assert [scores.label for scores in result.models] == ["source", "patched", "tuned"]
+    assert [Path(scores.model).name for scores in result.models] == [
+        "source",
+        "source-linear-1k",
+        "source-linear-1k-tuned",
+    ]
+
+
+def test_alone_scores_the_model_alone_and_several_names_are_scored_as_named(patched):
+    alone = api.evaluate([patched], lengths=(128,), data="texts", alone=True, **quiet)
+    assert [scores.label for scores in alone.models] == ["patched"]
+    both = api.evaluate(["source", patched], lengths=(128,), data="texts", **quiet)
+    assert [scores.label for scores in both.models] == ["source", "source-linear-1k"]
+    assert both.models[1].results == alone.models[0].results
+
+
+def test_a_lineage_whose_source_is_gone_is_scored_without_it(patched, tmp_path):
+    (tmp_path / "source").rename(tmp_path / "elsewhere")
+    result = api.evaluate([patched], lengths=(128,), data="texts", **quiet)
+    assert [scores.label for scores in result.models] == ["patched"]
+
+
+def test_a_length_that_no_document_reaches_is_not_measured_and_the_rest_is(patched):
+    result = api.evaluate([patched], lengths=(16384, 512), data="texts", alone=True, **quiet)
+    far, near = result.models[0].results
+    assert far.perplexity is None and far.nll is None and "not measured" in far.status and far.tokens == 0
+    bodies = [len(path.read_bytes()) // 511 for path in Path("texts").iterdir()]  # a token a byte, and one BOS
+    assert (near.status, near.windows, near.tokens) == ("ok", sum(bodies), sum(bodies) * 511)
+    assert result.complete
+    nothing = api.evaluate([patched], lengths=(16384,), data="texts", alone=True, **quiet)
+    assert not nothing.complete
+
+
+def test_lengths_beyond_the_window_are_measured_whole_and_said_so(patched, monkeypatch):
+    seen: list[int] = []
+    from ropext import loss
+
+    whole = loss.hidden_states
+    monkeypatch.setattr(loss, "hidden_states", lambda model, ids: seen.append(ids.shape[1]) or whole(model, ids))
+    notes: list[str] = []
+    api.evaluate(["source"], lengths=(1024,), data="texts", alone=True, say=notes.append)
+    assert max(seen) == 1024
+    assert any("beyond its window of 256" in note for note in notes)
+
+
+def test_text_that_a_model_was_trained_on_is_named(patched):
+    api.finetune(patched, schedule=(256, 1024), data="texts", steps_per_stage=1, progress=False, **quiet)
+    notes: list[str] = []
+    api.evaluate(lengths=(128,), data="texts", say=notes.append)
+    assert [note for note in notes if "trained on 3 of the 3 documents" in note and "tuned" in note]
+
+
+def test_the_document_has_the_keys_that_others_script_against(patched):
+    result = api.evaluate([patched], lengths=(16384, 512), data="texts", alone=True, **quiet)
+    document = json.loads(json.dumps(api.eval_document(result), allow_nan=False))
+    (scores,) = document["models"]
+    assert set(scores) == {"model", "label", "results", "by_position", "tasks"}
+    figure = {"length", "perplexity", "nll", "tokens", "documents", "windows", "ci95", "status"}
+    assert all(set(row) == figure for row in scores["results"])
+    assert [block["start"] for block in scores["by_position"]] == [0, 256]
+    assert set(document["protocol"]) == {"definition", "stride", "bos", "data", "data_hash", "dtype"}
+    assert json.loads((Path(result.out) / "report.json").read_text()) == document
+    assert (Path(result.out) / "loss_by_position.svg").read_text().startswith("<?xml")
+
+
+def test_each_report_gets_a_folder_of_its_own_and_a_named_one_is_not_overwritten(patched):
+    first = api.evaluate([patched], lengths=(128,), data="texts", alone=True, **quiet)
+    second = api.evaluate([patched], lengths=(128,), data="texts", alone=True, **quiet)
+    assert first.out != second.out
+    with pytest.raises(Refused, match="existing output"):
+        api.evaluate([patched], lengths=(128,), data="texts", out=Path(first.out), **quiet)
+
+
+def test_a_weight_that_is_not_finite_is_reported_at_the_first_length_where_it_shows(patched):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file("source/model.safetensors")
+    weights["model.norm.weight"][0] = float("inf")
+    save_file(weights, "source/model.safetensors", metadata={"format": "pt"})
+    result = api.evaluate(["source"], lengths=(128, 256), data="texts", alone=True, **quiet)
+    assert not result.complete
+    assert [figure.perplexity for figure in result.models[0].results] == [None, None]
+    assert "not a finite number" in result.models[0].results[0].status
+    json.dumps(api.eval_document(result), allow_nan=False)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_not_scored(patched):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file("source/model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, "source/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RopextError, match=r"model\.norm\.weight"):
+        api.evaluate(["source"], lengths=(128,), data="texts", alone=True, **quiet)
+
+
+def test_the_built_in_checkpoint_breaks_past_its_native_length_and_ntk_mends_it_without_training():
+    api.patch(method="ntk", factor=4.0)
+    result = api.evaluate(lengths=(512, 2048, 8192), documents=2, **quiet)
+    source, patched = result.models
+    assert (source.label, patched.label) == ("source", "patched")
+    assert Path(source.model) == CHECKPOINT
+
+    def beyond(scores):  # mean loss past the native length, nats per token
+        blocks = [block for block in scores.by_position if block.start >= 2048]
+        return sum(block.nll for block in blocks) / len(blocks)
+
+    def within(scores):
+        return scores.results[1].nll
+
+    assert beyond(source) > within(source) + 0.1
+    assert beyond(patched) < beyond(source) - 0.1
+    assert within(patched) < within(source) + 0.1

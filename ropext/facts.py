@@ -97,13 +97,13 @@ def rope_block(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         block = {} if config.get(key) is None else config[key]
         if not isinstance(block, dict):
-            raise Refused(f"{key} is an object or null: config.json has {_short(block)}")
+            raise Refused(f"{key} is an object or null: config.json has {short(block)}")
         if any(isinstance(value, dict) for value in block.values()):
-            raise Refused(f"{key} nested by layer type is not built yet: config.json has {', '.join(sorted(block))}")
+            raise Refused(f"{key} nested by layer type is not built yet: config.json has {short(sorted(block))}")
         if "type" in block and block.get("rope_type", block["type"]) != block["type"]:
             raise Refused(
-                f"type is the old name of rope_type, transformers 4 obeys it: {key} has {block['type']!r} against "
-                f"{block['rope_type']!r}. Keep the one that the model was trained with"
+                f"type is the old name of rope_type, transformers 4 obeys it: {key} has {short(block['type'])} against "
+                f"{short(block['rope_type'])}. Keep the one that the model was trained with"
             )
         blocks[key] = block
     scaling, parameters = blocks["rope_scaling"], blocks["rope_parameters"]
@@ -111,8 +111,8 @@ def rope_block(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in _canonical(scaling).items():
             if _canonical(parameters).get(key, value) != value:
                 raise Refused(
-                    f"rope_scaling and rope_parameters must agree: {key} is {value!r} in one and "
-                    f"{_canonical(parameters)[key]!r} in the other. Keep the one that the model was trained with"
+                    f"rope_scaling and rope_parameters must agree: {key} is {short(value)} in one and "
+                    f"{short(_canonical(parameters)[key])} in the other. Keep the one that the model was trained with"
                 )
     return parameters | scaling
 
@@ -125,7 +125,7 @@ def _canonical(block: Mapping[str, Any]) -> dict[str, Any]:
 def _model_type(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise Refused(f"config.json must name its model_type: found {_short(model_type)}")
+        raise Refused(f"config.json must name its model_type: found {short(model_type)}")
     return model_type
 
 
@@ -155,11 +155,11 @@ def _theta(config: Mapping[str, Any], model_type: str, block: Mapping[str, Any])
     stated = [value for value in (block.get("rope_theta"), *map(config.get, names)) if value is not None]
     theta, *others = stated or [DEFAULT_THETA.get(model_type)]
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta <= FLOAT32_MAX:
-        raise Refused(f"rope_theta must be a number above 1: config.json of this {model_type} gives {_short(theta)}")
+        raise Refused(f"rope_theta must be a number above 1: config.json of this {model_type} gives {short(theta)}")
     for other in others:
         if other != theta:
             raise Refused(
-                f"theta must be the same wherever it stands: found {theta!r} and {_short(other)}. "
+                f"theta must be the same wherever it stands: found {short(theta)} and {short(other)}. "
                 "Keep the one that the model was trained with"
             )
     return float(theta)
@@ -171,7 +171,7 @@ def _partial_rotary_factor(config: Mapping[str, Any], model_type: str, block: Ma
     if partial is None:
         return None
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise Refused(f"{name} must lie between 0 and 1: config.json has {_short(partial)}")
+        raise Refused(f"{name} must lie between 0 and 1: config.json has {short(partial)}")
     return float(partial)
 
 
@@ -210,11 +210,11 @@ def _sliding_window(config: Mapping[str, Any], model_type: str) -> int | None:
 def _whole(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LONGEST:
-        raise Refused(f"{key} must be a whole number from 1 to {LONGEST}: config.json has {_short(value)}")
+        raise Refused(f"{key} must be a whole number from 1 to {LONGEST}: config.json has {short(value)}")
     return value
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """A value for a message of one line, however long it is in the file."""
     try:
         text = repr(value)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ropext.checkpoint import Checkpoint
 from ropext.errors import Refused
-from ropext.facts import PROVEN, WINDOW_KEYS, Facts
+from ropext.facts import PROVEN, WINDOW_KEYS, Facts, short
 from ropext.plan import RopePlan
 from ropext.rope import unfinished_pair
 
@@ -80,7 +80,7 @@ def _raw_window_edit(checkpoint: Checkpoint) -> Iterator[Finding]:
             code="RPX001",
             severity="refuse",
             message=f"a window must not be changed without its rotary embedding, positions that the model never saw "
-            f"ruin it: max_position_embeddings is {window}, ropext.json wrote {written}",
+            f"ruin it: max_position_embeddings is {short(window)}, ropext.json wrote {short(written)}",
             fix="Set it back, then `ropext patch MODEL --method ntk --factor F`",
         )
 
@@ -94,7 +94,7 @@ def _disagreeing_windows(config: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 code="RPX002",
                 severity="refuse",
-                message=f"window keys must agree: {key} is {value}, max_position_embeddings {window}",
+                message=f"window keys must agree: {key} is {short(value)}, max_position_embeddings {window}",
                 fix="Set both to the trained length, then `ropext patch MODEL --method ntk --factor F`",
             )
 
@@ -126,7 +126,8 @@ def _already_scaled(checkpoint: Checkpoint, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             code="RPX004",
             severity="refuse",
-            message=f"factors never multiply: this checkpoint is already scaled ({kind}, factor {factor})",
+            message=f"factors never multiply: this checkpoint is already scaled ({short(kind)}, factor "
+            f"{short(factor)})",
             fix="Patch the unscaled original with the whole factor; extending a scaling is not built yet",
         )
 
@@ -150,7 +151,7 @@ def _unknown_rope_keys(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             code="RPX006",
             severity="refuse",
-            message=f"rope settings that a plan does not cover must not be lost: found {', '.join(unknown)}",
+            message=f"rope settings that a plan does not cover must not be lost: found {short(', '.join(unknown))}",
             fix="Such models are not built yet",
         )
 

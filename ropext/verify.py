@@ -55,9 +55,7 @@ def _verify(plan: RopePlan) -> str:
 
     reader = f"transformers {transformers.__version__}"
     if not tables:
-        raise RopextError(
-            f"the rotary table must be provable: {reader} builds none for this config"
-        )
+        raise RopextError(f"the rotary table must be provable: {reader} builds none for this config")
     for table in tables:
         if problem := _difference(table, plan):
             raise RopextError(f"the table that a reader computes must be the planned one: {reader}, {problem}")

@@ -154,8 +154,9 @@ def test_json_holds_the_findings_and_is_strict(run, source):
     code, out, err = run("patch", source, "--method", "linear", "--factor", "128", "--no-verify", "--json")
     assert code == 0 and not err
     found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert {"RPX007": "note", "RPX008": "warn"} == {
-        finding["code"]: finding["severity"] for finding in found["findings"]
+    assert {finding["code"]: finding["severity"] for finding in found["findings"]} == {
+        "RPX007": "note",
+        "RPX008": "warn",
     }
 
 

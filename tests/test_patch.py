@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ropext
-from ropext.errors import Refused, UsageError
+from ropext.errors import Refused, RopextError, UsageError
 from tests.bare import ABSENT, bare_checkpoint, edit_json, snapshot
 from tests.tiny import make_checkpoint
 
@@ -59,10 +60,17 @@ def outputs(sources, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("reader", ["this_reader", "other_reader"])
-def test_stock_transformers_computes_the_planned_table_without_a_rope_warning(reader, outputs, request):
-    readings = request.getfixturevalue(reader)([256, 1024], list(outputs.values()))
-    for (name, method), reading in zip(outputs, readings, strict=True):
+@pytest.fixture(scope="module", params=["this_reader", "other_reader"])
+def readings(request, sources, outputs):
+    """What one transformers major does with each output, and with the unpatched llama: one start for all of them."""
+    folders = {("llama", "unpatched"): sources["llama"], **outputs}
+    found = request.getfixturevalue(request.param)([256, 1024], list(folders.values()))
+    return dict(zip(folders, found, strict=True))
+
+
+def test_stock_transformers_computes_the_planned_table_without_a_rope_warning(readings, outputs):
+    for name, method in outputs:
+        reading = readings[name, method]
         expected = [THETA[method] ** (-pair / 8) / DIVISOR[method] for pair in range(8)]
         for length in (256, 1024):
             assert reading.table(length) == pytest.approx(expected, rel=1e-6), (name, method)
@@ -70,10 +78,9 @@ def test_stock_transformers_computes_the_planned_table_without_a_rope_warning(re
         assert not reading.log and not reading.warnings, (name, method)
 
 
-@pytest.mark.parametrize("reader", ["this_reader", "other_reader"])
-def test_linear_divides_every_frequency_by_exactly_4(reader, sources, outputs, request):
-    before, after = request.getfixturevalue(reader)([256], [sources["llama"], outputs["llama", "linear"]])
-    assert after.table(256) == [frequency / 4 for frequency in before.table(256)]  # division by 4 is exact in float32
+def test_linear_divides_every_frequency_by_exactly_4(readings):
+    before, after = (readings["llama", method].table(256) for method in ("unpatched", "linear"))
+    assert after == [frequency / 4 for frequency in before]  # division by 4 is exact in float32
 
 
 def test_weights_and_every_other_file_are_byte_identical(sources, outputs):
@@ -188,6 +195,60 @@ def test_models_without_a_rope_that_the_keys_reach_are_refused_with_nothing_writ
     with pytest.raises(Refused, match=words):
         patch(source, tmp_path / "p")
     assert not (tmp_path / "p").exists()
+
+
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2.5,
+    1e308,
+    10**400,
+    math.nan,
+    math.inf,
+    "",
+    "4",
+    "x",
+    [],
+    [1],
+    {},
+    {"a": {}},
+    {"type": []},
+]
+KEYS = ["model_type", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta"]
+KEYS += ["rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "sliding_window"]
+KEYS += ["use_sliding_window", "auto_map", "text_config", "seq_length", "n_positions", "alibi", "unrelated"]
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "qwen2", "falcon"])
+def test_no_value_of_any_key_ends_in_anything_but_a_plan_or_a_short_refusal(tmp_path, model_type, method):
+    source = bare_checkpoint(tmp_path / "m", model_type=model_type)
+    plain = json.loads((source / "config.json").read_text())
+    for key in KEYS:
+        for value in JUNK:
+            (source / "config.json").write_text(json.dumps(plain | {key: value}))
+            try:
+                result = patch(source, tmp_path / "p", method=method, dry_run=True)
+            except RopextError as error:
+                assert len(str(error).splitlines()) <= 2 and len(str(error)) < 500, (key, value)
+            else:
+                assert 1 < result.rope_theta < math.inf and result.target_length == 4 * result.native_length
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type", "factor", "rope_theta", "partial_rotary_factor", "mrope_section"])
+def test_no_value_inside_a_rope_block_ends_in_anything_but_a_plan_or_a_short_refusal(tmp_path, key):
+    for block in ("rope_scaling", "rope_parameters"):
+        for value in JUNK:
+            source = bare_checkpoint(tmp_path / "m", **{block: {"rope_type": "default", key: value}})
+            try:
+                result = patch(source, tmp_path / "p", method="ntk", dry_run=True)
+            except RopextError as error:
+                assert len(str(error).splitlines()) <= 2 and len(str(error)) < 500, (block, value)
+            else:
+                assert result.rope_theta == pytest.approx(THETA["ntk"]), (block, value)
 
 
 def test_weights_are_one_of_three_ways(tmp_path):

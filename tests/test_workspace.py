@@ -20,6 +20,7 @@ def built_in(tmp_path, monkeypatch):
     """An empty workspace, with a small checkpoint in the place of the built-in one."""
     folder = bare_checkpoint(tmp_path / "package" / "checkpoint")
     monkeypatch.setattr("ropext.workspace.CHECKPOINT", folder)
+    monkeypatch.setattr("os.fsync", lambda _: None)  # waiting for the disk shows nothing here
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return folder

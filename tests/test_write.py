@@ -26,6 +26,12 @@ def patch(source, out, **options):
     return ropext.patch(str(source), **(defaults | options))
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Waiting for the disk is most of the time of these tests, and none of what they show."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @pytest.fixture
 def source(tmp_path):
     return bare_checkpoint(tmp_path / "m", shards=2, metadata={"format": "pt", "extra": "x"})

@@ -10,11 +10,7 @@ Shapes: B sequences per optimizer step, T tokens in one. Rates are per optimizer
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
-import os
-import resource
-import signal
 import sys
 import threading
 import time
@@ -29,6 +25,14 @@ from ropext.lengths import format_length
 from ropext.loss import check_head, mean_loss
 from ropext.memory import activation_bytes, available_bytes, checkpointing_pays, training_bytes
 from ropext.pack import Windows, check_supply
+from ropext.process import (
+    first_interrupt,
+    forget_peak,
+    one_process,
+    peak_memory,
+    quiet,
+    refuse_many_processes,
+)
 from ropext.schedule import Stage, rate_at
 from ropext.state import lock, read_manifest, saved_states, write_state
 
@@ -104,11 +108,11 @@ def tune(
     resumed run whose settings differ; RopextError where a loss stops being finite or memory runs out;
     KeyboardInterrupt after Ctrl-C, with the state saved.
     """
-    _refuse_many_processes()
+    refuse_many_processes()
     check_head(model)
     check_supply(windows, stages)
     run_folder.mkdir(parents=True, exist_ok=True)
-    with lock(run_folder), _first_interrupt() as interrupted:
+    with lock(run_folder), first_interrupt() as interrupted:
         run = _Run(model, windows, stages, settings, run_folder, say, interrupted)
         try:
             run.start(resume)
@@ -194,7 +198,7 @@ class _Run:
         """The rest of the stage in hand; then the run stands at the start of the next."""
         stage, place = self.stage, self.place
         enter_stage(self.model, stage)
-        _forget_peak(self.accelerator.device)
+        forget_peak(self.accelerator.device)
         self._choose_checkpointing()
         if place.step < stage.steps:
             while place.step < stage.steps:
@@ -257,7 +261,7 @@ class _Run:
         place.step += 1
         place.loss_first, place.loss_last = (loss if place.step == 1 else place.loss_first), loss
         place.seconds += seconds
-        place.peak_memory_bytes = max(place.peak_memory_bytes, _peak_memory(self.accelerator.device))
+        place.peak_memory_bytes = max(place.peak_memory_bytes, peak_memory(self.accelerator.device))
         tokens = stage.batch * stage.length
         figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": tokens / seconds}
         self.accelerator.log(figures, step=self.global_step)
@@ -324,7 +328,7 @@ class _Run:
 
         about = {"place": asdict(self.place), "settings": self.identity}
         try:
-            with _quiet("accelerate.utils.other"):  # it warns of tied embeddings, which load_state ties again
+            with quiet("accelerate.utils.other"):  # it warns of tied embeddings, which load_state ties again
                 write_state(self.folder, self.global_step, lambda new: self.accelerator.save_state(str(new)), about)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk thus
             raise self._stopped(f"the state could not be saved ({error})", "check that the disk has room") from error
@@ -350,7 +354,7 @@ def _prepare(model: Any, settings: Settings, run_folder: Path) -> tuple[Accelera
         cpu=model.device.type == "cpu", mixed_precision="no", log_with="tensorboard", project_config=folders
     )
     if accelerator.num_processes > 1:
-        raise _one_process(accelerator.num_processes)
+        raise one_process(accelerator.num_processes)
     set_seed(settings.seed)  # for dropout, where a model has it
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.peak_rate, betas=BETAS, weight_decay=0.0, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -391,34 +395,6 @@ def _switch_checkpointing(model: Any, on: bool) -> None:
         getattr(model, f"{word}_checkpointing_disable")()
 
 
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """GPU: the peak of PyTorch's allocator. CPU: the most resident memory that the process held since it began."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts in bytes there, elsewhere in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _refuse_many_processes() -> None:
-    """Before Accelerate joins the others: each would believe that it is alone, and all would write."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise _one_process(world)
-
-
-def _one_process(found: int) -> Refused:
-    return Refused(f"finetune trains in one process for now: found {found}; start it without torchrun or a launcher")
-
-
 def fingerprint(windows: Sequence[Windows], stages: Sequence[Stage], settings: Settings) -> dict[str, Any]:
     """What a resumed run must share with the run that was stopped, under the names that a person gives it."""
     text = hashlib.sha256("".join(window.sha256 for window in windows).encode())
@@ -441,39 +417,3 @@ def _check_same(then: dict[str, Any], now: dict[str, Any]) -> None:
             f"--resume continues a run as it was started: {'; '.join(changed)}; give what was given then, or start "
             "anew with another --out"
         )
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Warnings of this logger off, and afterwards as they were."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _first_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a step is never left half done; a second one interrupts at once.
-
-    Where Python itself would not raise KeyboardInterrupt (another thread, SIGINT ignored) nothing is changed.
-    """
-    interrupted = threading.Event()
-    usual = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
-        yield interrupted
-        return
-
-    def first(number: int, frame: object) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, usual)
-        os.write(2, b"\nstopping at the end of this step, with the state saved; Ctrl-C again stops at once\n")
-
-    signal.signal(signal.SIGINT, first)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, usual)

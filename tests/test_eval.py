@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ropext import api
-from ropext.demo import CHECKPOINT
 from ropext.errors import Refused, RopextError
 from tests.tiny import make_checkpoint
 
@@ -128,22 +127,3 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_scored(patched):
     save_file(weights, "source/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RopextError, match=r"model\.norm\.weight"):
         api.evaluate(["source"], lengths=(128,), data="texts", alone=True, **quiet)
-
-
-def test_the_built_in_checkpoint_breaks_past_its_native_length_and_ntk_mends_it_without_training():
-    api.patch(method="ntk", factor=4.0)
-    result = api.evaluate(lengths=(512, 2048, 8192), documents=2, **quiet)
-    source, patched = result.models
-    assert (source.label, patched.label) == ("source", "patched")
-    assert Path(source.model) == CHECKPOINT
-
-    def beyond(scores):  # mean loss past the native length, nats per token
-        blocks = [block for block in scores.by_position if block.start >= 2048]
-        return sum(block.nll for block in blocks) / len(blocks)
-
-    def within(scores):
-        return scores.results[1].nll
-
-    assert beyond(source) > within(source) + 0.1
-    assert beyond(patched) < beyond(source) - 0.1
-    assert within(patched) < within(source) + 0.1

@@ -18,7 +18,21 @@ HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "numpy")  # second
 # `ropext` is the package's own __init__: it offers what api holds.
 ROOMS = [
     *("demo", "version", "errors", "lengths", "checkpoint", "facts", "rope", "plan", "safety", "verify", "provenance"),
-    *("extension", "write", "load", "texts", "recipe", "memory", "schedule", "pack", "loss", "state", "train", "run"),
+    *(
+        "extension",
+        "write",
+        "load",
+        "texts",
+        "recipe",
+        "memory",
+        "schedule",
+        "pack",
+        "loss",
+        "state",
+        "process",
+        "train",
+        "run",
+    ),
     *("score", "compare", "retrieval", "probe", "report", "export", "workspace", "api", "ropext", "show", "cli"),
     *("__main__", "demo.build"),
 ]

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -230,6 +231,7 @@ def test_a_run_killed_in_the_middle_of_stage_2_goes_on_to_the_same_bits(checkpoi
     program = KILLED.format(root=root, checkpoint=str(checkpoint), folder=str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    time.sleep(1.1)  # TensorBoard orders the files of a run by name: by second, then by process
     resumed = Run(checkpoint, tmp_path)
     results = resumed.tune(resume=True)
     assert f"{STEPS + 2} of {2 * STEPS} steps were done" in resumed.said[0]

@@ -129,8 +129,15 @@ def _sizes(models: Sequence[ModelScores]) -> str:
     for scores in models:
         widest = max(scores.results, key=lambda figure: figure.length if figure.windows else 0)
         window = widest.length if widest.windows else 0
-        found[f"{widest.windows} windows of {window} tokens from {widest.documents} documents"] = True
+        counted = (
+            f"{_counted(widest.windows, 'window')} of {window} tokens from {_counted(widest.documents, 'document')}"
+        )
+        found[counted] = True
     return " / ".join(found)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _figure(models: Sequence[ModelScores], marks: Mapping[str, int]) -> Figure:

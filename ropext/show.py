@@ -6,11 +6,14 @@ Nothing here decides or measures. Lengths in tokens, times in seconds.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ropext import api
+
+LINE_EVERY = 60.0  # seconds between lines of progress where no bar can be drawn
 
 
 def json_document(value: dict[str, Any]) -> None:
@@ -55,16 +58,22 @@ def evaluation(result: api.EvalResult) -> None:
 
 @contextmanager
 def scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar a model on stderr; nothing where stderr is no terminal."""
+    """A bar a model on stderr; where stderr is no terminal, a line a minute."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
+        shown_at = time.monotonic()
 
         def told(label: str, done: int, total: int) -> None:
+            nonlocal shown_at
             if label not in tasks:
                 tasks[label] = bars.add_task(label, total=total)
             bars.update(tasks[label], completed=done)
+            if not console.is_terminal and time.monotonic() - shown_at >= LINE_EVERY:
+                shown_at = time.monotonic()
+                console.print(f"{label}: {done} of {total} windows", highlight=False)
 
         yield told

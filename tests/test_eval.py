@@ -47,6 +47,9 @@ def test_alone_scores_the_model_alone_and_several_names_are_scored_as_named(patc
     both = api.evaluate(["source", patched], lengths=(128,), data="texts", **quiet)
     assert [scores.label for scores in both.models] == ["source", "source-linear-1k"]
     assert both.models[1].results == alone.models[0].results
+    make_checkpoint(Path("elsewhere/source"))
+    same_name = api.evaluate(["source", "elsewhere/source"], lengths=(128,), data="texts", **quiet)
+    assert [scores.label for scores in same_name.models] == ["source", "elsewhere/source"]
 
 
 def test_a_lineage_whose_source_is_gone_is_scored_without_it(patched, tmp_path):

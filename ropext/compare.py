@@ -9,13 +9,18 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ropext.checkpoint import Checkpoint, open_checkpoint
+from ropext.cut import Cut, cut_windows, slide_windows
 from ropext.facts import read_facts
 from ropext.load import default_device, load_model, load_tokenizer
 from ropext.provenance import lineage
-from ropext.score import ModelScores, Protocol, Windows, cut_windows, score
+from ropext.score import ModelScores, Protocol, has_changing_table, score
 from ropext.texts import Document, built_in, read_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Say = Callable[[str], None]
 
@@ -52,6 +57,7 @@ class Comparison:
     lengths: tuple[int, ...]
     data: str | None  # file or folder; None for the built-in corpus
     text_field: str
+    stride: int | None  # tokens; None for consecutive windows
     limit: int | None  # documents
     batch_size: int
     device: str | None
@@ -73,30 +79,62 @@ class Comparison:
 
         `progress` is told the label, the windows done and the windows in all.
         """
-        cuts: dict[bytes, Windows] = {}
+        cuts: dict[bytes, Cut] = {}
         scores = []
         for entrant in entrants:
             key = _tokenizer_identity(entrant.path)
             if key not in cuts:
-                cuts[key] = cut_windows(load_tokenizer(entrant.path), self.documents(), self.lengths, self.limit)
-            windows = cuts[key]
-            for note in _notes(entrant, windows):
-                say(note)
+                cuts[key] = self._cut(entrant.path)
+            cut = cuts[key]
             model = load_model(entrant.path, dtype=self.dtype, device=self.device or default_device())
+            for note in self._notes(entrant, cut, model):
+                say(note)
             told = None if progress is None else _named(progress, entrant.label)
-            results, by_position = score(model, windows, self.lengths, batch_size=self.batch_size, progress=told)
+            results, by_position = score(model, cut, self.lengths, batch_size=self.batch_size, progress=told)
             scores.append(
                 ModelScores(model=str(entrant.path), label=entrant.label, results=results, by_position=by_position)
             )
         protocol = Protocol(
-            definition="truncated",
-            stride=None,
-            bos=windows.bos,
+            definition="truncated" if self.stride is None else "sliding",
+            stride=self.stride,
+            bos=cut.bos,
             data=self.data_name,
-            data_hash=windows.data_hash,
+            data_hash=cut.data_hash,
             dtype=self.dtype,
         )
         return tuple(scores), protocol
+
+    def _cut(self, path: Path) -> Cut:
+        tokenizer = load_tokenizer(path)
+        if self.stride is None:
+            return cut_windows(tokenizer, self.documents(), self.lengths, self.limit)
+        return slide_windows(tokenizer, self.documents(), self.lengths, self.stride, self.limit)
+
+    def _notes(self, entrant: Entrant, cut: Cut, model: PreTrainedModel) -> Iterator[str]:
+        """What a reader of the figures should know beforehand."""
+        measured = [length for length in self.lengths if length <= cut.longest]
+        if measured and max(measured) > entrant.window:
+            yield f"note      {entrant.label}: {max(measured)} tokens are beyond its window of {entrant.window}"
+        if has_changing_table(model) and self.stride is None and measured:
+            cost = sum(measured) / max(measured)
+            yield f"note      {entrant.label}: its rotary table changes with the length, so {cost:.2f} times one pass"
+        if lists := longrope_lists(model, measured):
+            yield f"note      {entrant.label}: longrope takes {lists}"
+        seen = entrant.trained_on.intersection(cut.documents)
+        if seen:
+            yield f"note      {entrant.label} was trained on {len(seen)} of the {len(cut.documents)} documents scored"
+
+
+def longrope_lists(model: PreTrainedModel, lengths: Sequence[int]) -> str:
+    """Which of its two lists a longrope model takes at each length, in words; empty for any other model.
+
+    The long one from one token beyond the original length on, as transformers chooses (longrope_frequency_update).
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return ""
+    original = rope["original_max_position_embeddings"]
+    return ", ".join(f"the {'long' if length > original else 'short'} list at {length}" for length in sorted(lengths))
 
 
 def lineage_of(checkpoint: Checkpoint, built_in_path: Path) -> list[Entrant]:
@@ -111,15 +149,6 @@ def lineage_of(checkpoint: Checkpoint, built_in_path: Path) -> list[Entrant]:
 
 def _named(progress: Callable[[str, int, int], None], label: str) -> Callable[[int, int], None]:
     return lambda done, total: progress(label, done, total)
-
-
-def _notes(entrant: Entrant, windows: Windows) -> Iterator[str]:
-    """What a reader of the figures should know beforehand."""
-    if windows.length > entrant.window:
-        yield f"note      {entrant.label}: {windows.length} tokens are beyond its window of {entrant.window}"
-    seen = entrant.trained_on.intersection(windows.documents)
-    if seen:
-        yield f"note      {entrant.label} was trained on {len(seen)} of the {len(windows.documents)} documents scored"
 
 
 def _tokenizer_identity(path: Path) -> bytes:

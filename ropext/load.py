@@ -99,13 +99,18 @@ def set_rotary(model: nn.Module, config: Mapping[str, Any]) -> None:
     own_copy = copy.deepcopy(dict(config))  # transformers adds its own keys to the nested ones
     loaded: Any = CONFIG_MAPPING[config["model_type"]].from_dict(own_copy)
     own: Any = model.config
-    for key in ("rope_parameters", "max_position_embeddings"):
-        setattr(own, key, getattr(loaded, key))
+    for key in ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings"):
+        if hasattr(loaded, key):
+            setattr(own, key, getattr(loaded, key))
+    refresh_rotary(model)
+    check_rotary_tables(model)
+
+
+def refresh_rotary(model: nn.Module) -> None:
+    """New rotary modules from the configs of the old ones: dynamic and longrope remember what they have seen."""
     for name, module in list(model.named_modules()):
         if _is_rotary(module):
-            fresh = type(module)(own).to(next(module.buffers()).device)
-            model.set_submodule(name, fresh)
-    check_rotary_tables(model)
+            model.set_submodule(name, type(module)(module.config).to(next(module.buffers()).device))
 
 
 def _is_rotary(module: nn.Module) -> bool:

@@ -81,6 +81,24 @@ def test_lengths_beyond_the_window_are_measured_whole_and_said_so(patched, monke
     assert any("beyond its window of 256" in note for note in notes)
 
 
+def test_a_longrope_model_says_which_list_each_length_took():
+    block = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    original = {"original_max_position_embeddings": 256}
+    make_checkpoint(Path("long"), max_position_embeddings=1024, rope_scaling=block | original, **original)
+    notes: list[str] = []
+    result = api.evaluate(["long"], lengths=(257, 256), data="texts", say=notes.append)
+    assert any("the short list at 256, the long list at 257" in note for note in notes), notes
+    assert any("2.00 times one pass" in note for note in notes), notes
+    assert result.complete
+
+
+def test_a_sliding_window_is_scored_and_told_in_the_protocol(patched):
+    result = api.evaluate([patched], lengths=(128, 512), stride=64, data="texts", documents=1, alone=True, **quiet)
+    assert (result.protocol.definition, result.protocol.stride) == ("sliding", 64)
+    tokens = {len(path.read_bytes()) for path in Path("texts").iterdir()}
+    assert {figure.tokens for figure in result.models[0].results} <= tokens  # each token of the document once
+
+
 def test_text_that_a_model_was_trained_on_is_named(patched):
     api.finetune(patched, schedule=(256, 1024), data="texts", steps_per_stage=1, progress=False, **quiet)
     notes: list[str] = []

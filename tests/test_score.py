@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ropext.errors import Refused, RopextError, UsageError
+from ropext.cut import Windows, cut_windows, slide_windows
+from ropext.errors import RopextError, UsageError
 from ropext.pack import bos_of
-from ropext.score import Windows, cut_windows, score
+from ropext.score import score
 from ropext.texts import Document
 
 VOCABULARY = 101
@@ -57,13 +59,14 @@ def build(family: str, **more: object) -> torch.nn.Module:
     return model
 
 
-def float64_nll(model: torch.nn.Module, windows: Windows, length: int) -> float:
-    """The definition as it is written: each window cut to `length`, one forward each, sums in float64."""
+def float64_nll(model: torch.nn.Module, windows: Windows, length: int, fresh: bool = False) -> float:
+    """The definition as it is written: each window cut to `length`, one forward each, sums in float64; with `fresh`
+    by a model that has seen nothing else."""
     total, count = 0.0, 0
     for row in windows.ids:
         ids = torch.tensor(row[:length].astype(np.int64))[None]
         with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0].double()
+            logits = (copy.deepcopy(model) if fresh else model)(ids, use_cache=False).logits[0].double()
         for position in range(1, length):
             total -= torch.log_softmax(logits[position - 1], 0)[ids[0, position]].item()
             count += 1
@@ -199,11 +202,10 @@ def test_the_batch_size_changes_nothing_and_progress_counts_windows() -> None:
 
 def test_blocks_of_positions_add_up_to_the_whole() -> None:
     model, windows = build("llama"), cut_windows(tokenizer(), [document(1200)], [600])
-    (result,), blocks = score(model, windows, [600])
+    (result, short), blocks = score(model, windows, [600, 256])
     assert [(block.start, block.end) for block in blocks] == [(0, 256), (256, 512), (512, 600)]
     assert [block.tokens for block in blocks] == [2 * 255, 2 * 256, 2 * 88]
     assert sum(block.nll * block.tokens for block in blocks) == pytest.approx(result.nll * result.tokens, rel=1e-12)
-    (short,), _ = score(model, windows, [256])
     assert blocks[0].nll == pytest.approx(short.nll, rel=1e-12)
 
 
@@ -288,23 +290,90 @@ def test_a_loss_too_large_for_a_perplexity_is_still_given() -> None:
     assert result.status == f"perplexity overflows: exp({result.nll:.1f})"
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {
-            "rope_type": "longrope",
-            "factor": 2.0,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 32,
-        },
-    ],
-)
-def test_a_table_that_changes_with_the_length_is_refused(rope: dict[str, object]) -> None:
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize(("lengths", "batch_size"), [((16, 48, 128), 1), ((128, 16, 48), 3)])
+def test_a_table_that_changes_with_the_length_gets_a_fresh_state_for_every_pass(rope, lengths, batch_size) -> None:
     model = build("llama", rope_parameters={"rope_theta": 10000.0, **rope})
-    with pytest.raises(Refused, match=f"rope type '{rope['rope_type']}'"):
-        score(model, cut_windows(tokenizer(), [document(70)], [64]), [64])
+    unused = copy.deepcopy(model)
+    windows = cut_windows(tokenizer(), [document(300, 1), document(140, 2)], lengths)
+    results, by_position = score(model, windows, lengths, batch_size=batch_size)
+    assert [result.length for result in results] == list(lengths)
+    for result in results:
+        expected = float64_nll(unused, windows, result.length, fresh=True)
+        assert result.nll == pytest.approx(expected, rel=1e-6)
+    assert by_position[-1].end == 128
+
+
+@pytest.mark.parametrize("stride", [1, 7, 32])
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_sliding_window_equals_a_float64_loop_over_the_documents(stride, bos) -> None:
+    model, texts = build("llama"), [document(75, 1), document(33, 2), document(20, 3)]
+    slides = slide_windows(tokenizer(bos=bos, adds=bos), texts, [64, 32], stride)
+    results, _ = score(model, slides, [64, 32], batch_size=4)
+    for result in results:
+        total, tokens = 0.0, 0
+        for text in slides.texts:
+            if len(text) >= result.length:
+                loss, count = sliding_loss(model, text, result.length, stride)
+                total, tokens = total + loss, tokens + count
+        assert result.nll == pytest.approx(total / tokens, rel=1e-6)
+        assert result.tokens == tokens
+        assert result.documents == {64: 1, 32: 2}[result.length]
+
+
+def sliding_loss(model, text, length, stride) -> tuple[float, int]:
+    """Each token once, from the first window that holds it and gives it context."""
+    counted: dict[int, float] = {}
+    for start in range(0, len(text), stride):
+        ids = torch.tensor(text[start : start + length].astype(np.int64))[None]
+        with torch.no_grad():
+            log = torch.log_softmax(model(ids, use_cache=False).logits[0].double(), -1)
+        for position in range(1, ids.shape[1]):
+            counted.setdefault(start + position, -log[position - 1, ids[0, position]].item())
+        if start + length >= len(text):
+            break
+    return sum(counted.values()), len(counted)
+
+
+@pytest.mark.parametrize("stride", [1, 5, 16])
+def test_constant_logits_give_the_vocabulary_size_at_any_stride(stride) -> None:
+    model = build("llama", tie_word_embeddings=False)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    slides = slide_windows(tokenizer(), [document(50, 1), document(41, 2)], [16, 32], stride)
+    for result in score(model, slides, [16, 32])[0]:
+        assert result.perplexity == pytest.approx(VOCABULARY, rel=1e-12)
+
+
+def test_a_sliding_window_of_its_own_length_is_consecutive_windows_and_the_rest() -> None:
+    model, text = build("llama"), document(63)  # with the BOS two windows of 32, and nothing left over
+    slides, windows = slide_windows(tokenizer(), [text], [32], 32), cut_windows(tokenizer(), [text], [32])
+    (sliding,), blocks = score(model, slides, [32])
+    assert sliding.tokens == 62 and sliding.windows == 2
+    assert len(windows.ids) == 2 and blocks[0].tokens == 62
+
+
+@pytest.mark.parametrize("stride", [0, -1, 33])
+def test_a_stride_that_would_leave_tokens_out_is_wrong_usage(stride) -> None:
+    with pytest.raises(UsageError, match="between 1 and the shortest length, 32"):
+        slide_windows(tokenizer(), [document(100)], [64, 32], stride)
+
+
+def test_a_limit_bounds_the_documents_of_each_length_of_a_sliding_window() -> None:
+    texts = [document(40, 1), document(80, 2), document(90, 3), document(99, 4)]
+    slides = slide_windows(tokenizer(), iter(texts), [32, 64], 16, limit=2)
+    near, far = slides.passes([32, 64], together=True)
+    assert [slides.documents[owner] for owner in sorted(set(near.owners))] == [texts[0].sha256, texts[1].sha256]
+    assert [slides.documents[owner] for owner in sorted(set(far.owners))] == [texts[1].sha256, texts[2].sha256]
 
 
 def test_a_linearly_scaled_model_is_scored() -> None:

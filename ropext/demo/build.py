@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ropext.cut import cut_windows
 from ropext.lengths import parse_length
 from ropext.load import load_model, load_tokenizer
-from ropext.score import cut_windows, score
+from ropext.score import score
 from ropext.texts import LEFT_OUT, Document, built_in, without_copies
 
 VOCABULARY = 4096

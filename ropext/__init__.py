@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from ropext.version import __version__
 
 if TYPE_CHECKING:
-    from ropext.api import evaluate, finetune, patch
+    from ropext.api import check, evaluate, finetune, patch, patch_model, revert, show_checkpoint
 
-__all__ = ["__version__", "evaluate", "finetune", "patch"]
+__all__ = ["__version__", "check", "evaluate", "finetune", "patch", "patch_model", "revert", "show_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ropext import workspace
 from ropext.checkpoint import RECORD, Checkpoint, open_checkpoint
@@ -18,14 +18,20 @@ from ropext.demo import CHECKPOINT
 from ropext.errors import Refused, UsageError
 from ropext.facts import read_facts
 from ropext.lengths import format_length
-from ropext.plan import RopePlan, make_plan
-from ropext.provenance import BUILT_IN, patch_record
-from ropext.rope import canonical_name
-from ropext.safety import Finding, judge_patch, judge_source
+from ropext.factors import read_factors
+from ropext.plan import Request, RopePlan, requested_plan
+from ropext.provenance import BUILT_IN, before_patch, patch_record
+from ropext.rope import Settings, canonical_name
+from ropext.safety import Finding, judge_checkpoint, judge_patch, judge_source
 from ropext.write import WEIGHTS, Weights, check_destination, json_bytes, patched_files, write_patched
 
 if TYPE_CHECKING:  # each command pays for the rooms that it uses
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
+
     from ropext.compare import Entrant
+    from ropext.inspection import Inspection
+    from ropext.loaded import ModelPatchResult
     from ropext.score import ModelScores, Protocol
     from ropext.texts import Document
     from ropext.train import StageResult
@@ -49,6 +55,8 @@ class PatchResult:
     target_length: int
     rope_theta: float  # in force
     theta_before: float
+    attention_scaling: float  # on cos and sin
+    settings: Mapping[str, Any]  # explicit ones of the method
     rotary_dims: int
     config_changes: Mapping[str, tuple[Any, Any]]
     file_changes: tuple[str, ...]
@@ -64,14 +72,19 @@ def patch(
     to: int | None = None,
     out: Path | None = None,
     native_length: int | None = None,
-    inner: str | None = None,
+    longrope_factors: Path | None = None,
+    extend_scaling: bool = False,
+    replace_scaling: bool = False,
     weights: Weights = "clone",
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = True,
+    **settings: Unpack[Settings],
 ) -> PatchResult:
     """Write an extended copy of a checkpoint: `method` at `factor`, or up to the length `to`.
 
+    `settings` are those of the method (ropext.rope.Settings). What is scaled already is refused, unless
+    `extend_scaling` keeps its method and multiplies its factor, or `replace_scaling` starts from before it.
     Touches no weight and needs no torch unless `verify` asks stock transformers for the resulting rotary table.
     Raises UsageError for a request that cannot be understood, Refused for one that is unsafe; then nothing is written.
     """
@@ -80,10 +93,18 @@ def patch(
         raise UsageError(f"--weights is one of {', '.join(WEIGHTS)}: found {weights!r}")
     choice = workspace.for_patch() if model is None else workspace.named(model)
     source = open_checkpoint(choice.path)
-    facts = read_facts(source)
+    facts = read_facts(source, stock=verify)
     stated = native_length is not None
     judge_source(source, facts, native_length_stated=stated).require()
-    plan = make_plan(source.config, facts, method=name, factor=factor, to=to, native_length=native_length, inner=inner)
+    request = Request(
+        method=name,
+        factor=factor,
+        to=to,
+        native_length=native_length,
+        settings=_with_lists(settings, longrope_factors),
+        scaling=_scaling(extend_scaling, replace_scaling),
+    )
+    plan = requested_plan(source.config, facts, source.record, request)
     verdict = judge_patch(source, facts, plan, verified=verify, native_length_stated=stated)
     verdict.require()
     destination = out or workspace.RUNS / f"{choice.name}-{name}-{format_length(plan.target_length)}"
@@ -106,6 +127,8 @@ def patch(
         target_length=plan.target_length,
         rope_theta=plan.theta,
         theta_before=plan.theta_before,
+        attention_scaling=plan.attention_scaling,
+        settings=plan.settings,
         rotary_dims=plan.rotary_dims,
         config_changes=plan.config_changes,
         file_changes=tuple(files),
@@ -114,10 +137,95 @@ def patch(
     )
 
 
+def patch_model(
+    model: PreTrainedModel,
+    *,
+    method: str,
+    factor: float | None = None,
+    to: int | None = None,
+    native_length: int | None = None,
+    longrope_factors: Path | None = None,
+    extend_scaling: bool = False,
+    replace_scaling: bool = False,
+    **settings: Unpack[Settings],
+) -> ModelPatchResult:
+    """Do to a loaded model what `patch` does to its checkpoint, in memory: its config and rotary tables change.
+
+    Raises UsageError and Refused as `patch` does; then the model stays as it was.
+    """
+    from ropext.loaded import patch_loaded
+
+    request = Request(
+        method=canonical_name(method),
+        factor=factor,
+        to=to,
+        native_length=native_length,
+        settings=_with_lists(settings, longrope_factors),
+        scaling=_scaling(extend_scaling, replace_scaling),
+    )
+    return patch_loaded(model, request)
+
+
+def _with_lists(settings: Settings, longrope_factors: Path | None) -> dict[str, Any]:
+    return {**settings, **({} if longrope_factors is None else read_factors(longrope_factors))}
+
+
+def _scaling(extend: bool, replace: bool) -> Literal["extend", "replace"] | None:
+    if extend and replace:
+        raise UsageError("--extend-scaling keeps a scaling and --replace-scaling drops it: give one of them")
+    return "extend" if extend else "replace" if replace else None
+
+
 def _verified(plan: RopePlan) -> str:
     from ropext.verify import verify
 
     return verify(plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """What every rule says of a checkpoint as it lies there. Field names are those of `check --json`."""
+
+    model: str
+    findings: tuple[Finding, ...]
+    verdict: str  # "refused" where some finding refuses, else "allowed"
+
+
+def check(model: str | None = None) -> CheckResult:
+    """Ask every rule about a checkpoint, whatever is wrong with it. Raises UsageError where there is none."""
+    choice = workspace.for_eval() if model is None else workspace.named(model)
+    _, verdict = judge_checkpoint(choice.path)
+    return CheckResult(
+        model=choice.model, findings=verdict.findings, verdict="refused" if verdict.refuses else "allowed"
+    )
+
+
+def show_checkpoint(model: str) -> Inspection:
+    """The rotary table in force, every length, and the lineage of a checkpoint."""
+    from ropext.inspection import inspect
+
+    choice = workspace.named(model)
+    return inspect(choice.path, choice.model, CHECKPOINT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RevertResult:
+    """What a revert wrote."""
+
+    model: str
+    out: str
+    files: tuple[str, ...]  # with their original bytes again
+
+
+def revert(model: str, *, out: Path) -> RevertResult:
+    """Write a patched checkpoint as it was before the patch: every file of its source, byte for byte.
+
+    Raises Refused for what ropext did not patch, and for what was trained since.
+    """
+    choice = workspace.named(model)
+    patched, files = before_patch(choice.path)
+    write_patched(patched, out, files)
+    return RevertResult(model=choice.model, out=str(out), files=tuple(files))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +281,7 @@ def finetune(
     stages = plan_stages(
         schedule,
         native_length=extension.native_length,
-        window=facts.window,
+        window=extension.window,
         progressive=extension.progressive,
         tokens_per_stage=tokens_per_stage,
         steps_per_stage=steps_per_stage,
@@ -251,6 +359,7 @@ def evaluate(
     data: str | None = None,
     text_field: str = "text",
     documents: int | None = None,
+    stride: int | None = None,
     batch_size: int = 1,
     alone: bool = False,
     out: Path | None = None,
@@ -259,10 +368,10 @@ def evaluate(
     say: Say = print,
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Perplexity of models at every length from one pass each, and the loss by position (DESIGN: Measuring perplexity).
+    """Perplexity of models at every length, and the loss by position, in nats (README: What is measured, and how).
 
-    One model is scored with its lineage unless `alone`; `documents` bounds how many documents are scored. Writes
-    report.json and a plot below `out`.
+    One model is scored with its lineage unless `alone`; `documents` bounds how many documents are scored; `stride`
+    (tokens) slides the windows. Writes report.json and a plot below `out`.
     """
     from ropext.compare import Comparison
     from ropext.report import write_report
@@ -273,6 +382,7 @@ def evaluate(
         lengths=tuple(lengths),
         data=data,
         text_field=text_field,
+        stride=stride,
         limit=documents,
         batch_size=batch_size,
         device=device,
@@ -292,7 +402,12 @@ def _entrants(models: Sequence[str], alone: bool) -> tuple[str, list[Entrant]]:
     from ropext.compare import Entrant, lineage_of
 
     if len(models) > 1:
-        return ", ".join(models), [Entrant.of(choice.path, choice.name) for choice in map(workspace.named, models)]
+        choices = [workspace.named(model) for model in models]
+        names = [choice.name for choice in choices]
+        labels = [name if names.count(name) == 1 else model for name, model in zip(names, models, strict=True)]
+        return ", ".join(models), [
+            Entrant.of(choice.path, label) for choice, label in zip(choices, labels, strict=True)
+        ]
     choice = workspace.named(models[0]) if models else workspace.for_eval()
     checkpoint = open_checkpoint(choice.path)
     line = lineage_of(checkpoint, CHECKPOINT)

@@ -61,20 +61,48 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the directory `path`. Raises UsageError where there is none, Refused where it cannot be trusted."""
-    if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that the system does not accept
-        raise UsageError(
-            f"a MODEL is a checkpoint directory: {str(path)!r} is none. Hub ids are not built yet: download it first"
-        )
+    require_directory(path)
     try:
         return _open(path)
     except OSError as error:
-        raise RopextError(f"a checkpoint must be readable: {path} is not ({error.strerror or error})") from error
+        raise unreadable(path, error) from error
+
+
+def require_directory(path: Path) -> None:
+    """Raises UsageError where there is no directory."""
+    if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that the system does not accept
+        raise UsageError(
+            f"a MODEL is a checkpoint directory, or a hub id such as org/name: {str(path)!r} is neither"
+        )
+
+
+def unreadable(path: Path, error: OSError) -> RopextError:
+    """What to raise where the system lets nobody read a checkpoint."""
+    return RopextError(f"a checkpoint must be readable: {path} is not ({error.strerror or error})")
 
 
 def _open(path: Path) -> Checkpoint:
     config = read_json(path / CONFIG)
-    tokenizer_config = read_json(path / TOKENIZER_CONFIG) if (path / TOKENIZER_CONFIG).exists() else {}
-    record = _read_record(path)
+    tokenizer_config = read_tokenizer_config(path)
+    record = read_record(path)
+    tensors, weight_files = read_weights(path)
+    return Checkpoint(
+        path=path,
+        config=config,
+        tokenizer_config=tokenizer_config,
+        record=record,
+        tensors=tensors,
+        weight_files=weight_files,
+    )
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a directory, empty where there is none. Raises Refused where it cannot be read."""
+    return read_json(path / TOKENIZER_CONFIG) if (path / TOKENIZER_CONFIG).exists() else {}
+
+
+def read_weights(path: Path) -> tuple[dict[str, TensorHeader], dict[str, WeightFile]]:
+    """Tensors by name and weight files by name. Raises Refused where index, shards and headers disagree."""
     tensors: dict[str, TensorHeader] = {}
     weight_files = {}
     for name in _weight_file_names(path):
@@ -87,14 +115,7 @@ def _open(path: Path) -> Checkpoint:
         tensors |= found
     if (path / INDEX).exists():
         _check_index(path, tensors)
-    return Checkpoint(
-        path=path,
-        config=config,
-        tokenizer_config=tokenizer_config,
-        record=record,
-        tensors=tensors,
-        weight_files=weight_files,
-    )
+    return tensors, weight_files
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,8 +131,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """ropext.json where there is one, with the parts that other rooms rely on."""
+def read_record(path: Path) -> dict[str, Any] | None:
+    """ropext.json where there is one, with the parts that other rooms rely on. Raises Refused for anything else."""
     if not (path / RECORD).exists():
         return None
     record = read_json(path / RECORD)

@@ -13,7 +13,10 @@ import typer
 
 from ropext.errors import RopextError, UsageError
 from ropext.lengths import parse_length, parse_lengths, parse_schedule, parse_seconds
+from ropext.rope import METHODS
 from ropext.version import __version__
+
+STOPPED = 130  # exit code after Ctrl-C
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +27,8 @@ app = typer.Typer(
 
 MODEL_HELP = "Checkpoint directory; left out, it is taken from ropext-runs/ here, else the built-in one."
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)]
+METHOD_HELP = "ntk (to prefer), linear, abf, dynamic, ntk-by-parts, yarn, longrope, llama3 or progressive."
+NamedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a hub id.")]
 Data = Annotated[str | None, typer.Option(help="Text: a .txt, .md or .py file, a folder, or a .jsonl file.")]
 TextField = Annotated[str, typer.Option(help="Field of a .jsonl row that holds the text.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU where there is one.")]
@@ -40,12 +45,28 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 @app.command()
 def patch(
     model: Model = None,
-    method: Annotated[str | None, typer.Option(help="linear, ntk (to prefer) or progressive.")] = None,
-    factor: Annotated[float | None, typer.Option(help="Target length / native length, above 1.")] = None,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
+    factor: Annotated[str | None, typer.Option(help="Target length / native length, above 1.")] = None,
     to: Annotated[str | None, typer.Option(help="Target length instead of a factor, such as 8k.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write; default below ropext-runs/.")] = None,
     native_length: Annotated[str | None, typer.Option(help="Length the model was trained at.")] = None,
-    inner: Annotated[str | None, typer.Option(help="Method whose factor progressive raises: ntk or linear.")] = None,
+    inner: Annotated[str | None, typer.Option(help="Method whose factor progressive raises; default ntk.")] = None,
+    theta: Annotated[str | None, typer.Option(help="abf: the rope theta to set.")] = None,
+    beta_fast: Annotated[str | None, typer.Option(help="yarn: pairs that turn more often stay; default 32.")] = None,
+    beta_slow: Annotated[str | None, typer.Option(help="yarn: pairs that turn less often are divided; default 1.")] = None,
+    no_truncate: Annotated[bool, typer.Option("--no-truncate", help="yarn: band edges between pairs.")] = False,
+    attention_factor: Annotated[str | None, typer.Option(help="yarn, longrope: factor on cos and sin.")] = None,
+    mscale: Annotated[str | None, typer.Option(help="yarn: DeepSeek's temperature, with --mscale-all-dim.")] = None,
+    mscale_all_dim: Annotated[str | None, typer.Option(help="yarn: what --mscale is divided by.")] = None,
+    low_freq_factor: Annotated[str | None, typer.Option(help="llama3: band edge, default 1.")] = None,
+    high_freq_factor: Annotated[str | None, typer.Option(help="llama3: band edge, default 4.")] = None,
+    longrope_factors: Annotated[Path | None, typer.Option(help="longrope: JSON or CSV file of its lists.")] = None,
+    extend_scaling: Annotated[
+        bool, typer.Option("--extend-scaling", help="Multiply the factor in force; all else of it stays.")
+    ] = False,
+    replace_scaling: Annotated[
+        bool, typer.Option("--replace-scaling", help="Another method in place of the one in force.")
+    ] = False,
     weights: Annotated[str, typer.Option(help="clone (shares disk blocks if possible), copy, or link.")] = "clone",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that ropext wrote.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the difference, write nothing.")] = False,
@@ -56,15 +77,27 @@ def patch(
     from ropext import api, show
 
     if method is None:
-        raise UsageError("a method is needed: add --method ntk (recommended), linear or progressive")
+        raise UsageError(f"a method is needed: add --method ntk (recommended), or one of {', '.join(METHODS)}")
     result = api.patch(
         model,
         method=method,
-        factor=factor,
+        factor=_number("--factor", factor),
         to=_length(to),
         out=out,
         native_length=_length(native_length),
+        longrope_factors=longrope_factors,
+        extend_scaling=extend_scaling,
+        replace_scaling=replace_scaling,
         inner=inner,
+        theta=_number("--theta", theta),
+        beta_fast=_number("--beta-fast", beta_fast),
+        beta_slow=_number("--beta-slow", beta_slow),
+        truncate=False if no_truncate else None,
+        attention_factor=_number("--attention-factor", attention_factor),
+        mscale=_number("--mscale", mscale),
+        mscale_all_dim=_number("--mscale-all-dim", mscale_all_dim),
+        low_freq_factor=_number("--low-freq-factor", low_freq_factor),
+        high_freq_factor=_number("--high-freq-factor", high_freq_factor),
         weights=weights,  # type: ignore[arg-type]  # api.patch checks it
         overwrite=overwrite,
         dry_run=dry_run,
@@ -82,7 +115,7 @@ def finetune(
     tokens_per_stage: Annotated[str | None, typer.Option(help="Tokens of each stage, such as 160k.")] = None,
     steps_per_stage: Annotated[int | None, typer.Option(help="Optimizer steps of each stage; default 20.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens of a step; default the longest stage.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak; default 2e-5 x 4096 / hidden size.")] = None,
+    learning_rate: Annotated[str | None, typer.Option(help="Peak; default 2e-5 x 4096 / hidden size.")] = None,
     save_every: Annotated[str, typer.Option(help="Time between saved states, such as 10m or 90s.")] = "10m",
     out: Annotated[Path | None, typer.Option(help="Directory to write; default NAME-tuned.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the stopped run of this output.")] = False,
@@ -103,7 +136,7 @@ def finetune(
         tokens_per_stage=_length(tokens_per_stage),
         steps_per_stage=steps_per_stage,
         batch_tokens=_length(batch_tokens),
-        learning_rate=learning_rate,
+        learning_rate=_number("--learning-rate", learning_rate),
         save_every=parse_seconds(save_every),
         out=out,
         resume=resume,
@@ -121,6 +154,7 @@ def evaluate(
     data: Data = None,
     text_field: TextField = "text",
     documents: Annotated[int | None, typer.Option(help="Score at most so many documents.")] = None,
+    stride: Annotated[str | None, typer.Option(help="Slide the windows by so many tokens.")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows in one forward pass.")] = 1,
     alone: Annotated[bool, typer.Option("--alone", help="Score one model without its lineage.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default below ropext-runs/reports.")] = None,
@@ -140,6 +174,7 @@ def evaluate(
             data=data,
             text_field=text_field,
             documents=documents,
+            stride=_length(stride),
             batch_size=batch_size,
             alone=alone,
             out=out,
@@ -150,6 +185,47 @@ def evaluate(
         )
     show.json_document(api.eval_document(result)) if as_json else show.evaluation(result)
     raise typer.Exit(0 if result.complete else 1)
+
+
+@app.command()
+def check(
+    model: Model = None,
+    explain: Annotated[str | None, typer.Option(help="Print the page of a rule, such as RPX001, and exit.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask every rule about a checkpoint; exit code 3 if it holds an unsafe edit: ropext check MODEL"""
+    from ropext import api, safety, show
+
+    if explain is not None:
+        if model is not None or as_json:
+            raise UsageError("--explain prints the page of a rule: leave out MODEL and --json")
+        print(safety.explain(explain))
+        return
+    result = api.check(model)
+    show.json_document(asdict(result)) if as_json else show.check(result)
+    raise typer.Exit(3 if result.verdict == "refused" else 0)
+
+
+@app.command("show")
+def show_(model: NamedModel, as_json: Json = False) -> None:
+    """Print the rotary embedding in force, every length, and the lineage: ropext show MODEL"""
+    from ropext import api, show
+
+    result = api.show_checkpoint(model)
+    show.json_document(asdict(result)) if as_json else show.inspection(result)
+
+
+@app.command()
+def revert(
+    model: NamedModel,
+    out: Annotated[Path | None, typer.Option(help="Directory to write.")] = None,
+) -> None:
+    """Write a patched checkpoint as it was before, byte for byte: ropext revert MODEL --out DIR"""
+    from ropext import api, show
+
+    if out is None:
+        raise UsageError("an output is needed: add --out with a directory that is not there yet")
+    show.revert(api.revert(model, out=out))
 
 
 @app.command()
@@ -172,17 +248,28 @@ def _length(text: str | None) -> int | None:
     return None if text is None else parse_length(text)
 
 
+def _number(option: str, text: str | None) -> float | None:
+    """The number given for an option; whether it makes sense is for the library to say."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"{option} is a number: found {text!r}") from None
+
+
 def main() -> None:
     """Run the command line; every error of ropext and of the parser ends in one or two lines and its exit code."""
     debug = os.environ.get("ROPEXT_DEBUG") == "1"
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        if code == STOPPED:  # Typer's way to say that Ctrl-C was pressed
+            raise KeyboardInterrupt
+        sys.exit(code)
     except RopextError as error:
         if debug:
             raise
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("stopped", 130)
+        _fail("stopped", STOPPED)
     except Exception as error:
         message = getattr(error, "format_message", None)  # a usage error of the parser
         if message is None or debug:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ropext.carried import carried
 from ropext.checkpoint import Checkpoint
 from ropext.facts import Facts
-from ropext.plan import plan_at
+from ropext.plan import Purpose, plan_at
 from ropext.provenance import rope_record
 from ropext.rope import Progressive
 
@@ -45,6 +46,12 @@ class Extension:
             checkpoint=checkpoint, facts=facts, native_length=record["rope"]["native_length"], progressive=progressive
         )
 
+    @property
+    def window(self) -> int:
+        """Tokens that the extension serves: more than dynamic NTK may write as max_position_embeddings."""
+        present = carried(self.checkpoint.config, self.facts, self.checkpoint.record)
+        return max(self.facts.window, present.window) if present and present.method == "dynamic" else self.facts.window
+
     def at(self, length: int) -> StageRope:
         """Rope settings of a stage of this length: the checkpoint's own, or a progressive patch's at that length."""
         if not self.progressive:
@@ -53,13 +60,21 @@ class Extension:
         assert self.checkpoint.record is not None
         rope = self.checkpoint.record["rope"]
         window = max(length, self.native_length)
-        method = Progressive(factor=rope["factor"], inner=rope["inner"]).at(window / self.native_length)
+        settings = {name: value for name, value in rope.get("settings", {}).items() if name != "inner"}
+        grown = Progressive(
+            factor=rope["factor"], native_length=self.native_length, inner=rope["inner"], settings=settings
+        )
+        purpose = Purpose(
+            method=rope["inner"],
+            native_length=self.native_length,
+            original_length=self.native_length,
+            target_length=window,
+            settings=settings,
+        )
         plan = plan_at(
             self.checkpoint.config,
             replace(self.facts, theta=rope["theta_before"], scaling=None),
-            method,
-            name=rope["inner"],
-            native_length=self.native_length,
-            target_length=window,
+            grown.at(window / self.native_length),
+            purpose,
         )
         return StageRope(config=plan.config, window=window, record=rope_record(plan))

@@ -12,7 +12,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ropext.checkpoint import CONFIG, SCHEMA, TOKENIZER_CONFIG, Checkpoint, open_checkpoint
+from ropext import hub
+from ropext.checkpoint import (
+    CONFIG,
+    RECORD,
+    SCHEMA,
+    TOKENIZER_CONFIG,
+    Checkpoint,
+    open_checkpoint,
+    read_record,
+    read_weights,
+    require_directory,
+    unreadable,
+)
+from ropext.errors import Refused
 from ropext.plan import RopePlan
 from ropext.safety import Finding
 from ropext.version import __version__
@@ -26,7 +39,7 @@ def patch_record(
     """The record of a patched checkpoint. `model` is how the source is named; `changed` maps file to its new bytes."""
     return {
         **_head("patch", source, model),
-        "window": plan.target_length,
+        "window": plan.window,
         "native_length": plan.native_length,
         "rope": rope_record(plan),
         "findings": [asdict(finding) for finding in findings],
@@ -60,13 +73,55 @@ def rope_record(plan: RopePlan) -> dict[str, Any]:
     return {
         "method": plan.method,
         "inner": plan.inner,
+        "settings": dict(plan.settings),
         "factor": plan.factor,
         "native_length": plan.native_length,
+        "original_length": plan.original_length,
         "target_length": plan.target_length,
         "theta_before": plan.theta_before,
         "theta": plan.theta,
         "rotary_dims": plan.rotary_dims,
     }
+
+
+def before_patch(path: Path) -> tuple[Checkpoint, dict[str, bytes]]:
+    """A patched checkpoint and the bytes that its changed files had before, whatever became of those files since.
+
+    Raises Refused where that is not what a revert would be.
+    """
+    require_directory(path)
+    try:
+        record = read_record(path)
+        tensors, weight_files = read_weights(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if record is None:
+        raise Refused(f"only what ropext patched can be reverted: {path} has no {RECORD}. Take its source")
+    source = record["source"]
+    if record["kind"] != "patch":
+        raise Refused(
+            f"training cannot be reverted, it changed the weights: {path} was tuned from {source['model']}. Take that"
+        )
+    if {name: asdict(file) for name, file in weight_files.items()} != source.get("weights"):
+        raise Refused(f"a revert needs the weights that were patched: those of {path} are others. Take its source")
+    checkpoint = Checkpoint(
+        path=path, config={}, tokenizer_config={}, record=record, tensors=tensors, weight_files=weight_files
+    )
+    return checkpoint, _originals(record)
+
+
+def _originals(record: Mapping[str, Any]) -> dict[str, bytes]:
+    """Recorded bytes by file name, each proved by the digest that was recorded with it."""
+    texts, digests = record.get("original_files"), record["source"].get("files")
+    if not isinstance(texts, dict) or not isinstance(digests, dict) or CONFIG not in texts:
+        raise Refused(f"a revert needs the original files: {RECORD} holds none. Take the source")
+    found = {name: text.encode("utf-8", "replace") for name, text in texts.items() if isinstance(text, str)}
+    for name in texts:
+        if name not in (CONFIG, TOKENIZER_CONFIG) or sha256(found.get(name, b"")) != digests.get(name):
+            raise Refused(
+                f"original files must be as they were recorded: {name!r} of {RECORD} is not. Take the source"
+            )
+    return found
 
 
 def lineage(checkpoint: Checkpoint, built_in: Path) -> list[tuple[str, Path]]:
@@ -89,6 +144,8 @@ def source_path(checkpoint: Checkpoint, built_in: Path) -> Path | None:
     assert checkpoint.record is not None
     model = checkpoint.record["source"]["model"]
     folder = built_in if model == BUILT_IN else Path(model)
+    if not folder.is_absolute():
+        return hub.cached(model)
     return folder if folder.is_dir() else None
 
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ropext import api
+
+if TYPE_CHECKING:
+    from ropext.inspection import Inspection, Step, Table
+    from ropext.safety import Finding
 
 LINE_EVERY = 60.0  # seconds between lines of progress where no bar can be drawn
 
@@ -30,10 +34,67 @@ def patch(result: api.PatchResult) -> None:
     print(f"theta     {result.theta_before:g} -> {result.rope_theta:g}, {result.rotary_dims} rotary dimensions")
     for key, (before, after) in result.config_changes.items():
         print(f"  {key}: {json.dumps(before)} -> {json.dumps(after)}")
-    for finding in result.findings:
-        print(f"{finding.severity:9} {finding.message}. {finding.fix} [{finding.code}]")
+    _findings(result.findings)
     print(f"verified  {', '.join(result.verified) or 'no'}")
     print(f"{'written' if result.written else 'dry run'}   {result.out}")
+
+
+def check(result: api.CheckResult) -> None:
+    """Every finding, the gravest first, and the verdict."""
+    print(f"model     {result.model}")
+    grave = ("refuse", "warn", "note")
+    _findings(sorted(result.findings, key=lambda finding: grave.index(finding.severity)))
+    print(f"verdict   {result.verdict}")
+
+
+def _findings(findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        print(f"{finding.severity:9} {finding.message}. {finding.fix} [{finding.code}]")
+
+
+def inspection(result: Inspection) -> None:
+    """The rotary embedding in force, every length, the frequency table and the lineage."""
+    limits = [f"trained to {result.native_length}"]
+    limits += [f"serves {result.target_length}"] if result.target_length != result.window else []
+    limits += [f"tokenizer {result.tokenizer_length}"] if result.tokenizer_length else []
+    limits += [f"sliding window {result.sliding_window}"] if result.sliding_window else []
+    factor = f", factor {result.factor:g}" if result.factor else ""
+    original = f" from {result.original_length} tokens" if result.original_length else ""
+    print(f"model     {result.model} ({result.model_type})")
+    print(f"method    {result.method}{factor}{original} (rope_type {result.rope_type})")
+    print(f"theta     {result.rope_theta:g}, {result.rotary_dims} rotary dimensions")
+    if result.attention_scaling is not None:
+        print(f"attention cos and sin times {result.attention_scaling:g}")
+    print(f"window    {result.window} tokens: {', '.join(limits)}")
+    for table in result.tables:
+        _frequencies(table)
+    if result.not_computed:
+        print(f"table     not computed: {result.not_computed}")
+    for step in result.lineage:
+        print(f"{step.label:9} {step.path}{_numbers(step)}")
+
+
+def _frequencies(table: Table) -> None:
+    """At most 16 of the pairs, evenly chosen, first and last among them; --json has all."""
+    print(f"table     at {table.length} tokens: pair, wavelength in tokens, turns within the trained length")
+    last = len(table.pairs) - 1
+    for index in sorted({round(step * last / 15) for step in range(16)}):
+        pair = table.pairs[index]
+        print(f"  {index:4} {pair.wavelength:14.1f} {pair.turns:12.3f}")
+
+
+def _numbers(step: Step) -> str:
+    if step.window is None:
+        return " (no longer there)"
+    by = f", {step.method} factor {step.factor:g}" if step.method and step.factor else ""
+    return f": window {step.window}, trained to {step.native_length}{by}"
+
+
+def revert(result: api.RevertResult) -> None:
+    """What is as it was again."""
+    print(f"model     {result.model}")
+    print(f"restored  {', '.join(result.files)}; everything else as it is there")
+    print(f"written   {result.out}")
 
 
 def finetune(result: api.FinetuneResult) -> None:

@@ -5,13 +5,15 @@ An empty workspace means the built-in checkpoint.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ropext import hub
 from ropext.checkpoint import RECORD, Checkpoint, open_checkpoint
 from ropext.demo import CHECKPOINT
-from ropext.errors import RopextError
+from ropext.errors import RopextError, UsageError
 from ropext.provenance import BUILT_IN, lineage
 
 RUNS = Path("ropext-runs")
@@ -22,16 +24,21 @@ class Choice:
     """A checkpoint, how it is recorded, and why it was taken."""
 
     path: Path
-    model: str  # "built-in", or an absolute path
+    model: str  # "built-in", an absolute path, or a hub id with its commit
     name: str  # short, for naming outputs
     why: str
 
 
 def named(model: str) -> Choice:
-    """The checkpoint that the user named, by directory or as "built-in"."""
+    """The checkpoint that the user named: by directory, by hub id, or as "built-in"."""
+    if not model.strip():
+        raise UsageError(f"a MODEL is a checkpoint directory, or a hub id such as org/name: found {model!r}")
     if model == BUILT_IN:
         return built_in("named")
     path = Path(model)
+    if hub.is_hub_id(model) and path.parts[0] != RUNS.name and not os.path.lexists(model):
+        snapshot = hub.fetch(model)
+        return Choice(path=snapshot.path, model=snapshot.model, name=snapshot.id.split("/")[1], why="named")
     return Choice(path=path, model=str(path.absolute()), name=path.resolve().name, why="named")
 
 
@@ -71,6 +78,8 @@ def is_built_in_lineage(checkpoint: Checkpoint) -> bool:
 def _chosen(path: Path, why: str) -> Choice:
     if path.resolve() == CHECKPOINT.resolve():
         return built_in(why)
+    if model := hub.model_of(path):
+        return Choice(path=path, model=model, name=model.split("@")[0].split("/")[1], why=why)
     return Choice(path=path, model=str(path.absolute()), name=path.resolve().name, why=why)
 
 

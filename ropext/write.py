@@ -1,6 +1,6 @@
 """An allowed plan -> a new directory: whole or absent, weights byte for byte as they were.
 
-Everything is made in a hidden sibling of the destination and renamed at the end. Sizes are in bytes.
+Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ropext.checkpoint import CONFIG, RECORD, TOKENIZER_CONFIG, Checkpoint
+from ropext.checkpoint import CONFIG, PICKLES, RECORD, TOKENIZER_CONFIG, Checkpoint
 from ropext.errors import Refused, RopextError, UsageError
+from ropext.facts import positions_of
+from ropext.hub import is_in_hub_cache
+from ropext.staging import staged
 
 Weights = Literal["clone", "link", "copy"]
 WEIGHTS: tuple[Weights, ...] = ("clone", "link", "copy")
+_BLOCK = 1 << 24  # bytes copied at a time
 _FICLONE = 0x40049409  # ioctl of Linux that shares the blocks of a file (linux/fs.h)
 
 
@@ -46,7 +51,7 @@ def check_destination(out: Path, source: Path, *, overwrite: bool = False) -> No
 def patched_files(source: Checkpoint, config: Mapping[str, Any], native_length: int, window: int) -> dict[str, bytes]:
     """New bytes of the files that a patch changes: the config, and the tokenizer's limit where it held the old one."""
     files = {CONFIG: json_bytes(config)}
-    before = source.config.get("max_position_embeddings")
+    before = positions_of(source.config).get("max_position_embeddings")
     limit = source.tokenizer_config.get("model_max_length")
     if limit is not None and limit in (before, native_length) and limit != window:
         files[TOKENIZER_CONFIG] = _with_limit(source.read(TOKENIZER_CONFIG), window)
@@ -76,9 +81,11 @@ def write_patched(
 
     Raises RopextError where that fails, and leaves nothing.
     """
-    if weights != "link":
-        _check_room(out.parent, sum(path.stat().st_size for path in _regular_files(source.path)))
-    _write(source, out, files, lambda name, to: _take(source.path / name, to, weights), overwrite)
+    if weights == "link":
+        _refuse_links_into_a_cache(source)
+    kept = [name for name in _file_names(source.path) if name not in files and name != RECORD]
+    with _directory(source, out, files, overwrite) as folder:
+        _bring(source.path, kept, folder, weights)
 
 
 def check_weights_fit(source: Checkpoint, model: Any) -> None:
@@ -102,28 +109,21 @@ def write_tuned(
 
     Raises RopextError where that fails, and leaves nothing.
     """
-    _write(source, out, files, lambda name, to: _save_weights(source, name, model, to), overwrite)
+    kept = [name for name in _file_names(source.path) if name not in {*files, *source.weight_files, RECORD}]
+    with _directory(source, out, files, overwrite) as folder:
+        _bring(source.path, kept, folder, "clone", besides=sum(file.size for file in source.weight_files.values()))
+        for name in source.weight_files:
+            _save_weights(source, name, model, folder / name)
 
 
-def _write(
-    source: Checkpoint,
-    out: Path,
-    files: Mapping[str, bytes],
-    put_weights: Callable[[str, Path], None],
-    overwrite: bool,
-) -> None:
-    """Fill a staged directory: small files as they were or from `files`, weights by `put_weights`, the config last."""
+@contextlib.contextmanager
+def _directory(source: Checkpoint, out: Path, files: Mapping[str, bytes], overwrite: bool) -> Iterator[Path]:
+    """A staged directory to bring files into; `files` are added at the end, the config last of all."""
     check_destination(out, source.path, overwrite=overwrite)
     with staged(out, overwrite=overwrite) as folder:
-        for path in sorted(_regular_files(source.path)):
-            name = path.relative_to(source.path).as_posix()
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            if name in source.weight_files:
-                put_weights(name, folder / name)
-            elif name not in files and name != RECORD:
-                _take(path, folder / name, "clone")
+        yield folder
         for name in sorted(files, key=lambda name: name == CONFIG):
-            write_file(folder / name, files[name])
+            (folder / name).write_bytes(files[name])
 
 
 def _all_names(model: Any) -> Iterator[tuple[str, Any]]:
@@ -149,52 +149,12 @@ def _save_weights(source: Checkpoint, name: str, model: Any, target: Path) -> No
     target.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
 
 
-@contextlib.contextmanager
-def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A hidden sibling of `out` to fill; renamed to `out` at the end, removed where the work fails."""
-    try:
-        out = out.resolve()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = out.parent / f".{out.name}.ropext-{os.getpid()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    except OSError as error:
-        raise RopextError(f"the output must be writable: {out.parent} is not ({error.strerror})") from error
-    try:
-        yield folder
-        _flush(folder)
-        _put(folder, out, overwrite)
-    except OSError as error:
-        raise RopextError(f"writing {out} failed, nothing is left of it: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _put(folder: Path, out: Path, overwrite: bool) -> None:
-    """Rename `folder` to `out`; an older output goes away only when the new one is in its place."""
-    if not overwrite or not out.exists():
-        folder.rename(out)
-        return
-    aside = folder.with_name(folder.name + "-old")
-    out.rename(aside)
-    try:
-        folder.rename(out)
-    except OSError:
-        aside.rename(out)
-        raise
-    shutil.rmtree(aside)
+def _file_names(folder: Path) -> list[str]:
+    """Files below a checkpoint directory, links followed, hidden folders (.git, .cache) left out."""
+    return [path.relative_to(folder).as_posix() for path in sorted(_regular_files(folder))]
 
 
 def _regular_files(folder: Path) -> Iterator[Path]:
-    """Files below a checkpoint directory, links followed, hidden folders (.git, .cache) left out."""
     for path in folder.iterdir():
         if path.is_dir():
             if path.name.startswith("."):
@@ -206,18 +166,51 @@ def _regular_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _take(source: Path, target: Path, how: Weights) -> None:
-    """Bring one file over: its content, whatever links led to it."""
-    source = source.resolve()
-    if how == "link":
-        try:
-            target.hardlink_to(source)
-        except OSError as error:
-            raise UsageError(
-                f"--weights link needs source and output on one file system: {error.strerror}. Use --weights copy"
-            ) from error
-    elif how == "copy" or not _clone(source, target):
-        shutil.copyfile(source, target)
+def _bring(source: Path, names: Iterable[str], folder: Path, weights: Weights, *, besides: int = 0) -> None:
+    """Bring files over, whatever links lead to their content: shared where that was asked and can be, else copied.
+
+    Copying begins when the disk is known to hold the copies and `besides` more bytes: what is shared takes no room.
+    """
+    copies = []
+    for name in names:
+        origin, target = (source / name).resolve(), folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if weights == "link" and _is_large(name):
+            _link(origin, target)
+        elif weights == "copy" or not _clone(origin, target):
+            copies.append((origin, target))
+    _check_room(folder, besides + sum(origin.stat().st_size for origin, _ in copies))
+    for origin, target in copies:
+        _copy(origin, target)
+
+
+def _is_large(name: str) -> bool:
+    """Whether a file holds weights, be they the model's or lie beside them in another format."""
+    return name.endswith((".safetensors", *(pattern.removeprefix("*") for pattern in PICKLES)))
+
+
+def _link(origin: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(origin)
+    except OSError as error:
+        raise UsageError(
+            f"--weights link needs source and output on one file system: {error.strerror}. Use --weights copy"
+        ) from error
+
+
+def _refuse_links_into_a_cache(source: Checkpoint) -> None:
+    """Refuse hard links to the blobs of a hub cache, which every program of this machine reads and none checks again.
+
+    A file that shares its content with the output is changed with it by whoever writes there in place: a mere
+    save_pretrained into the output would make the cached model another one, under the old name, without a word.
+    """
+    for name in source.weight_files:
+        blob = (source.path / name).resolve()
+        if is_in_hub_cache(blob):
+            raise Refused(
+                f"a hub cache is never shared with an output, which may be written to: {name} lies in {blob.parent}. "
+                "Use --weights clone, or link from a copy of your own (hf download ID --local-dir DIR)"
+            )
 
 
 def _clone(source: Path, target: Path) -> bool:
@@ -232,23 +225,22 @@ def _clone(source: Path, target: Path) -> bool:
     return True
 
 
+def _copy(origin: Path, target: Path) -> None:
+    """Copy the content of a file, and have the disk begin with each block at once: it has to hold all in the end."""
+    if sys.platform != "linux":
+        shutil.copyfile(origin, target)
+        return
+    with origin.open("rb") as read, target.open("wb") as write:
+        done = 0
+        while sent := os.sendfile(write.fileno(), read.fileno(), done, _BLOCK):
+            os.posix_fadvise(write.fileno(), done, sent, os.POSIX_FADV_DONTNEED)  # starts the writing of dirty pages
+            done += sent
+
+
 def _check_room(folder: Path, needed: int) -> None:
-    while not folder.exists():
-        folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RopextError(
-            f"the disk must hold the output: it takes {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free. "
-            "Use --weights link, or another --out"
+            f"the disk must hold the output: it takes {needed / 1e9:.1f} GB, {folder.parent} has {free / 1e9:.1f} GB "
+            "free. Use --weights link, or another --out"
         )
-
-
-def _flush(folder: Path) -> None:
-    """Have the directory entries on disk before the rename makes them the result."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

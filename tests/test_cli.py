@@ -13,12 +13,14 @@ import typer
 
 import ropext
 from ropext import cli
-from tests.bare import bare_checkpoint, snapshot
+from tests.bare import bare_checkpoint, edit_json, snapshot
 
 ROOT = Path(__file__).parents[1]
 PATCH_OPTIONS = {
     *("--method", "--factor", "--to", "--out", "--native-length", "--inner", "--weights", "--overwrite"),
-    *("--dry-run", "--no-verify", "--json"),
+    *("--dry-run", "--no-verify", "--json", "--theta", "--beta-fast", "--beta-slow", "--no-truncate", "--mscale"),
+    *("--mscale-all-dim", "--attention-factor", "--low-freq-factor", "--high-freq-factor", "--longrope-factors"),
+    *("--extend-scaling", "--replace-scaling"),
 }
 
 
@@ -74,10 +76,11 @@ def test_help_and_version_are_printed(run):
     [
         ("--factor 4", 2, "--method ntk (recommended)"),
         ("--method ntk", 2, "--factor"),
-        ("--method foo --factor 4", 2, "linear, ntk, progressive"),
-        ("--method YARN --factor 4", 2, "yarn is not built yet"),
-        ("--method su --factor 4", 2, "longrope is not built yet"),
-        ("--method ntk --factor abc", 2, "'--factor'"),
+        ("--method foo --factor 4", 2, "linear, ntk, abf, dynamic, ntk-by-parts, yarn, longrope, llama3, progressive"),
+        ("--method su --factor 4", 2, "longrope needs its lists"),
+        ("--method abf --factor 4", 2, "--theta"),
+        ("--method ntk --factor abc", 2, "--factor is a number: found 'abc'"),
+        ("--method yarn --factor 4 --beta-fast 3,2", 2, "--beta-fast is a number: found '3,2'"),
         ("--method ntk --factor", 2, "--factor"),
         ("--method ntk --factor 4 --to 1000", 2, "disagree"),
         ("--method ntk --to abc", 2, "'abc'"),
@@ -86,7 +89,7 @@ def test_help_and_version_are_printed(run):
         ("--method ntk --to 2*1024", 2, "'2*1024'"),
         ("--method ntk --to 1k --native-length 0", 2, "'0'"),
         ("--method ntk --factor 4 --inner linear", 2, "progressive"),
-        ("--method progressive --inner yarn --factor 4", 2, "yarn"),
+        ("--method progressive --inner abf --factor 4", 2, "abf"),
         ("--method ntk --factor 4 --weights move", 2, "clone, link, copy"),
         ("--method ntk --factor 4 --max-position-embeddings 1024", 2, "--max-position-embeddings"),
         ("--method ntk --factor 4 extra", 2, "extra"),
@@ -114,8 +117,13 @@ def test_a_bad_request_ends_in_one_or_two_lines_with_its_exit_code_and_nothing_w
 
 @pytest.mark.parametrize("name", ["absent", "org/model", "", "x" * 300])
 def test_a_model_that_is_not_there_is_wrong_usage(run, name):
-    code, out, err = run("patch", name, "--method", "ntk", "--factor", "4")
-    assert code in (2, 3) and not out and len(err.splitlines()) <= 2
+    for command in (
+        ("patch", name, "--method", "ntk", "--factor", "4"),
+        ("show", name),
+        ("revert", name, "--out", "r"),
+    ):
+        code, out, err = run(*command)
+        assert code == 2 and not out and len(err.splitlines()) <= 2 and "a MODEL is a checkpoint directory" in err
 
 
 @pytest.mark.parametrize(
@@ -164,11 +172,71 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(run, source, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ropext.write.write_file", interrupted)
+    monkeypatch.setattr("ropext.write._bring", interrupted)
     before = snapshot(source.parent)
     code, out, err = run("patch", source, "--method", "ntk", "--factor", "4", "--no-verify")
-    assert code == 130 and not out and len(err.splitlines()) <= 1
+    assert code == 130 and not out and err == "ropext: stopped\n"
     assert snapshot(source.parent) == before
+
+
+def test_a_learning_rate_that_is_no_number_is_named(run, source):
+    code, out, err = run("finetune", source, "--schedule", "512", "--learning-rate", "abc")
+    assert code == 2 and not out and err == "ropext: --learning-rate is a number: found 'abc'\n"
+
+
+def test_check_prints_its_findings_and_ends_with_3_only_for_an_unsafe_edit(run, source):
+    assert run("check", source) == (0, f"model     {source}\nverdict   allowed\n", "")
+    edit_json(source / "config.json", max_position_embeddings=1024, torch_dtype="bfloat16")
+    code, out, err = run("check", source)
+    assert code == 3 and not err and "[RPX003]" in out and out.endswith("verdict   refused\n")
+    severities = [line.split()[0] for line in out.splitlines()[1:-1]]
+    assert severities == ["refuse", "note"]
+
+
+def test_check_prints_one_json_document(run, source):
+    edit_json(source / "config.json", max_position_embeddings=1024)
+    code, out, err = run("check", source, "--json")
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert code == 3 and not err and set(found) == {"model", "findings", "verdict"}
+    assert [set(finding) for finding in found["findings"]] == [{"code", "severity", "message", "fix"}]
+    assert (found["model"], found["verdict"]) == (str(source), "refused")
+
+
+def test_check_without_a_model_takes_the_newest_output_or_the_built_in_checkpoint(run, source):
+    assert run("check")[:2] == (0, "model     built-in\nverdict   allowed\n")
+    run("patch", source, "--method", "ntk", "--factor", "4", "--no-verify")
+    assert "ropext-runs/m-ntk-1k" in run("check")[1]
+
+
+def test_check_explains_a_rule(run):
+    code, out, err = run("check", "--explain", "rpx001")
+    assert code == 0 and out.startswith("RPX001 (refuse): ") and "Source: " in out and not err
+    code, out, err = run("check", "--explain", "RPX999")
+    assert code == 2 and not out and "RPX001" in err and len(err.splitlines()) <= 2
+    assert run("check", "model", "--explain", "RPX001")[0] == 2
+
+
+def test_show_prints_the_table_and_its_json_is_strict(run, source):
+    run("patch", source, "--method", "yarn", "--factor", "4", "--no-verify", "--out", "p")
+    code, out, err = run("show", "p")
+    assert code == 0 and not err
+    assert (
+        "yarn, factor 4 from 256 tokens" in out and "1.13863" in out and "window    1024 tokens: trained to 256" in out
+    )
+    found = json.loads(run("show", "p", "--json")[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert len(found["tables"][0]["pairs"]) == 8 and [step["label"] for step in found["lineage"]] == [
+        "source",
+        "patched",
+    ]
+
+
+def test_revert_writes_the_source_again_and_needs_an_output(run, source):
+    run("patch", source, "--method", "ntk", "--factor", "4", "--no-verify", "--out", "p")
+    assert run("revert", "p")[0] == 2
+    code, out, err = run("revert", "p", "--out", "r")
+    assert code == 0 and not err and "config.json" in out and snapshot(Path("r")) == snapshot(source)
+    code, out, err = run("revert", "p", "--out", "r")
+    assert code == 3 and not out and len(err.splitlines()) <= 2
 
 
 def test_debug_shows_the_traceback(source, monkeypatch):

@@ -9,14 +9,14 @@ import pytest
 
 from ropext.checkpoint import open_checkpoint
 from ropext.errors import Refused
-from ropext.facts import read_facts
-from tests.bare import ABSENT, bare_checkpoint
+from ropext.facts import missing_head_dim, read_facts
+from tests.bare import ABSENT, CONFIG, bare_checkpoint
 
 
 @pytest.fixture
 def facts(tmp_path):
-    def read(limit=256, **config):
-        return read_facts(open_checkpoint(bare_checkpoint(tmp_path, limit=limit, **config)))
+    def read(limit=256, stock=True, **config):
+        return read_facts(open_checkpoint(bare_checkpoint(tmp_path, limit=limit, **config)), stock=stock)
 
     return read
 
@@ -88,9 +88,30 @@ def test_a_scaling_that_is_no_object_is_refused(facts, key, value):
         facts(**{key: value})
 
 
-def test_rope_nested_by_layer_type_is_refused_for_now(facts):
-    with pytest.raises(Refused, match="nested by layer type is not built yet"):
-        facts(rope_parameters={"full_attention": {"rope_type": "default"}})
+NESTED = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LAYERS = ["sliding_attention", "full_attention"]
+GEMMA3 = {"model_type": "gemma3_text", "layer_types": LAYERS, "head_dim": 16, "rope_theta": ABSENT}
+
+
+def test_of_rope_nested_by_layer_type_the_full_attention_layers_are_extended(facts):
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    for layout in ({"rope_parameters": NESTED, "rope_scaling": ABSENT}, {**old, "rope_scaling": None}):
+        found = facts(**GEMMA3 | layout)
+        assert (found.theta, found.layer_type, found.rotary_dims) == (1e6, "full_attention", 16)
+        assert found.other_layers["sliding_attention"]["rope_theta"] == 1e4
+        assert [table.layer_type for table in found.kept_tables] == ["sliding_attention"]
+
+
+def test_rope_nested_by_layer_type_is_refused_where_it_does_not_belong_or_contradicts(facts):
+    with pytest.raises(Refused, match="only flat rope settings are known of this model type"):
+        facts(rope_parameters=NESTED)
+    with pytest.raises(Refused, match="has no full_attention layers"):
+        facts(**GEMMA3 | {"layer_types": LAYERS[:1] * 2})
+    with pytest.raises(Refused, match=r"theta must be the same .* 1000000.0 and 500000.0"):
+        facts(**GEMMA3 | {"rope_parameters": NESTED, "rope_scaling": ABSENT, "rope_theta": 5e5})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +168,9 @@ def test_a_sliding_window_counts_where_it_is_in_use(facts):
         ("bloom", "ALiBi", {"seq_length": 256, "max_position_embeddings": ABSENT}),
         ("mpt", "ALiBi", {"max_seq_len": 256, "max_position_embeddings": ABSENT}),
         ("falcon", "ALiBi", {"alibi": True}),
-        ("mamba", "no position embedding", {"max_position_embeddings": ABSENT}),
+        ("mamba", "no attention and no position embedding", {"max_position_embeddings": ABSENT}),
+        ("xglm", "sinusoidal positions", {}),
+        ("gptj", "rotary code of its own", {"n_positions": 256, "max_position_embeddings": ABSENT}),
     ],
 )
 def test_a_model_without_a_rotary_embedding_is_refused_by_what_it_has(facts, model_type, words, config):
@@ -157,7 +180,7 @@ def test_a_model_without_a_rotary_embedding_is_refused_by_what_it_has(facts, mod
 
 
 def test_falcon_without_alibi_has_a_rotary_embedding(facts):
-    assert facts(model_type="falcon", alibi=False).scheme == "rope"
+    assert facts(model_type="falcon", alibi=False).rotary_dims == 16
 
 
 def test_a_family_with_code_of_its_own_is_refused_and_a_known_one_is_read_by_the_stock_rules(facts):
@@ -170,9 +193,51 @@ def test_a_family_with_code_of_its_own_is_refused_and_a_known_one_is_read_by_the
     assert facts(auto_map=auto_map).rotary_dims == 16
 
 
-def test_a_multimodal_config_is_refused_for_now(facts):
-    with pytest.raises(Refused, match="text_config"):
-        facts(model_type="qwen2_vl", text_config={"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}})
+TEXT = {key: CONFIG[key] for key in CONFIG if key not in ("architectures", "rope_scaling", "torch_dtype")}
+VISION = {"model_type": "qwen2_vl", "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+MROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
+
+
+def test_the_positions_of_a_multimodal_config_are_those_of_its_text_config(tmp_path):
+    text = TEXT | {"model_type": "qwen2_vl_text", "rope_scaling": MROPE}
+    whole = {"model_type": "qwen2_vl", "vision_config": VISION, "text_config": text}
+    found = read_facts(open_checkpoint(bare_checkpoint(tmp_path, **dict.fromkeys(CONFIG, ABSENT) | whole)))
+    assert (found.section, found.model_type, found.window) == ("text_config", "qwen2_vl_text", 256)
+    assert (found.mrope, found.rope_extras, found.scaling) == ({"mrope_section": [2, 3, 3]}, (), None)
+    assert [table.module for table in found.kept_tables] == ["model.visual.rotary_pos_emb"]
+
+
+def test_without_stock_transformers_an_unknown_model_type_is_read_from_its_config_alone(facts, monkeypatch):
+    monkeypatch.setattr("ropext.facts.read_stock", lambda *_: pytest.fail("asked"))
+    assert facts(model_type="olmo2", stock=False).theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"model_type": "mixtral"}, 16),
+        ({"model_type": "mixtral", "head_dim": 32}, None),
+        ({"model_type": "llama"}, None),
+    ],
+)
+def test_head_dim_is_missing_only_where_stock_code_fails_without(config, missing):
+    own = {"hidden_size": 64, "num_attention_heads": 4} | config
+    assert missing_head_dim(own, config["model_type"], "yarn") == ({"head_dim": missing} if missing else {})
+    assert missing_head_dim(own, config["model_type"], "linear") == {}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer_types", "window"),
+    [
+        ("gemma2", ["sliding_attention", "full_attention"], None),  # the full layers gain
+        ("gemma2", ["sliding_attention", "sliding_attention"], 128),
+        ("cohere2", ["sliding_attention", "full_attention"], 128),  # the full layers do not rotate
+        ("ministral", ["sliding_attention", "sliding_attention"], 128),
+    ],
+)
+def test_a_sliding_window_is_one_where_no_rotary_layer_sees_further(facts, model_type, layer_types, window):
+    found = facts(model_type=model_type, layer_types=layer_types, sliding_window=128, pad_token_id=0, head_dim=16)
+    assert found.sliding_window == window
 
 
 def test_the_recorded_native_length_wins_over_the_window(tmp_path):

@@ -21,9 +21,10 @@ ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "max_position_embedding
 
 @pytest.fixture
 def planned(tmp_path):
-    def plan(method="linear", *, native_length=None, inner=None, factor=None, to=None, **config):
+    def plan(method="linear", *, native_length=None, inner=None, factor=None, to=None, settings=None, **config):
         checkpoint = open_checkpoint(bare_checkpoint(tmp_path / "m", **config))
-        request = {"method": method, "native_length": native_length, "inner": inner, "factor": factor, "to": to}
+        request = {"method": method, "native_length": native_length, "factor": factor, "to": to}
+        request["settings"] = {"inner": inner, **(settings or {})}
         return make_plan(checkpoint.config, read_facts(checkpoint), **request)
 
     return plan

@@ -25,7 +25,7 @@ def test_the_record_names_source_method_numbers_and_findings(tmp_path):
     rope = {"method": "progressive", "inner": "linear", "factor": 4.0, "native_length": 256, "target_length": 1024}
     assert rope.items() <= record["rope"].items()
     assert record["rope"]["theta_before"] == record["rope"]["theta"] == 10000.0
-    assert [found["code"] for found in record["findings"]] == ["RPX007"]
+    assert [found["code"] for found in record["findings"]] == ["RPX007", "RPX054"]
     assert record["config_changes"]["max_position_embeddings"] == [256, 1024]
     assert record["source"]["model"] == str(source)
 

@@ -12,16 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "numpy")  # seconds each, so only where they are used
+HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "numpy", "huggingface_hub")  # seconds each, so only where they are used
 
 # Top to bottom. `demo` is where the built-in checkpoint lies: a path, which imports nothing, so any room may ask it.
 # `ropext` is the package's own __init__: it offers what api holds.
 ROOMS = [
-    *("demo", "version", "errors", "lengths", "checkpoint", "facts", "rope", "plan", "safety", "verify", "provenance"),
+    *("demo", "version", "errors", "hub", "lengths", "checkpoint", "stock", "families", "facts", "rope", "carried", "factors", "plan", "safety"),
+    *("verify", "provenance"),
     *(
         "extension",
+        "staging",
         "write",
         "load",
+        "loaded",
         "texts",
         "recipe",
         "memory",
@@ -33,7 +36,7 @@ ROOMS = [
         "train",
         "run",
     ),
-    *("score", "compare", "retrieval", "probe", "report", "export", "workspace", "api", "ropext", "show", "cli"),
+    *("cut", "score", "compare", "retrieval", "probe", "report", "export", "inspection", "workspace", "api", "ropext", "show", "cli"),
     *("__main__", "demo.build"),
 ]
 

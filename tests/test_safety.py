@@ -113,9 +113,26 @@ def test_another_model_type_is_refused_unless_verified(judged):
 
 
 def test_rope_settings_that_would_be_lost_are_refused(judged):
-    severity, text = judged(rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]})["RPX006"]
-    assert severity == "refuse" and "mrope_section" in text
+    severity, text = judged(rope_scaling={"rope_type": "default", "short_mscale": 2.0})["RPX006"]
+    assert severity == "refuse" and "short_mscale" in text
     assert judged(rope_scaling={"factor": 4.0})["RPX006"][0] == "refuse"
+    assert "RPX006" not in judged(rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]})  # carried over
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RPX028"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.25}}, "RPX023"),
+        ({"max_sequence_length": 4096}, "RPX002"),
+    ],
+)
+def test_what_check_refuses_of_a_checkpoint_a_patch_of_it_refuses_too(judged, config, code):
+    assert judged(**config)[code][0] == "refuse"
+
+
+def test_a_plan_for_dynamic_warns_of_its_cache(judged):
+    assert judged("dynamic")["RPX032"][0] == "warn" and "RPX032" not in judged("ntk")
 
 
 def test_the_native_length_that_was_taken_is_said(judged):

@@ -11,8 +11,12 @@ from ropext.checkpoint import open_checkpoint
 from ropext.errors import Refused, RopextError
 from ropext.facts import read_facts
 from ropext.plan import make_plan
-from ropext.verify import tables_of, verify
+from ropext.stock import read_stock
+from ropext.verify import verify
 from tests.bare import bare_checkpoint
+
+
+LAYERS = ["sliding_attention", "full_attention"]
 
 
 @pytest.fixture
@@ -31,9 +35,9 @@ def test_the_plan_of_every_known_model_type_is_proved(planned, method, model_typ
     import transformers
 
     assert verify(plan) == f"transformers {transformers.__version__}"
-    tables, warnings = tables_of(plan.config)
-    assert len(tables) == 1 and not warnings
-    assert tables[0].frequencies == pytest.approx(plan.frequencies, rel=1e-6)
+    reading = read_stock(plan.config)
+    assert len(reading.tables) == 1 and not reading.warnings
+    assert reading.tables[0].frequencies == pytest.approx(plan.frequencies, rel=1e-6)
 
 
 def test_a_table_that_differs_in_one_pair_is_an_error_that_names_it(planned):
@@ -90,25 +94,33 @@ def test_another_model_type_is_taken_where_its_table_proves_right(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "method"),
+    ("config", "method", "reason"),
     [
-        ({"model_type": "phi3", "pad_token_id": 0}, "linear"),  # accepts longrope only
-        (
-            {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 16},
-            "linear",
-        ),  # ignores rope keys
-        (
-            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 128},
-            "ntk",
-        ),  # sliding layers keep their theta
-        ({"model_type": "no_such_type"}, "linear"),
+        ({"model_type": "phi3", "pad_token_id": 0}, "linear", "phi3 cannot carry linear, .* Use ntk or longrope"),
+        ({"model_type": "phi3", "pad_token_id": 0}, "yarn", "phi3 cannot carry yarn, .* Use ntk or longrope"),
+        ({"model_type": "gptj", "n_embd": 64, "n_head": 4}, "linear", "gptj has rotary code of its own"),
+        ({"model_type": "olmo3", "layer_types": LAYERS}, "ntk", "olmo3 cannot carry ntk, .* one theta"),
+        ({"model_type": "granitemoehybrid", "position_embedding_type": None}, "linear", "builds none for this"),
+        ({"model_type": "no_such_type"}, "linear", "does not know 'no_such_type'"),
     ],
 )
-def test_a_model_type_whose_table_cannot_be_proved_is_refused_and_nothing_written(tmp_path, config, method):
+def test_a_model_type_that_cannot_be_extended_is_refused_for_the_true_reason_and_nothing_written(
+    tmp_path, config, method, reason
+):
     source = bare_checkpoint(tmp_path / "m", **config)
-    with pytest.raises(Refused, match=f"{config['model_type']} is not built yet with {method}") as refusal:
+    with pytest.raises(Refused, match=reason) as refusal:
         ropext.patch(str(source), method=method, factor=4.0, out=tmp_path / "p")
     assert len(str(refusal.value).splitlines()) <= 2 and not (tmp_path / "p").exists()
+
+
+def test_a_table_that_is_none_to_be_extended_must_stay_as_it_is(planned):
+    plan = planned("ntk", model_type="gemma3_text", head_dim=16, layer_types=LAYERS)
+    assert [table.layer_type for table in plan.kept_tables] == ["sliding_attention"]
+    verify(plan)
+    nested = plan.config["rope_parameters"]
+    moved = {**nested, "sliding_attention": nested["full_attention"]}
+    with pytest.raises(Refused, match="sliding_attention changes, though it is none to be extended"):
+        verify(replace(plan, config={**plan.config, "rope_parameters": moved}))
 
 
 def test_verifying_runs_no_code_of_the_checkpoint_and_leaves_the_log_as_it_was(tmp_path, monkeypatch):

@@ -16,9 +16,9 @@ from ropext import workspace
 from ropext.checkpoint import RECORD, Checkpoint, open_checkpoint
 from ropext.demo import CHECKPOINT
 from ropext.errors import Refused, UsageError
+from ropext.factors import read_factors
 from ropext.facts import read_facts
 from ropext.lengths import format_length
-from ropext.factors import read_factors
 from ropext.plan import Request, RopePlan, requested_plan
 from ropext.provenance import BUILT_IN, before_patch, patch_record
 from ropext.rope import Settings, canonical_name

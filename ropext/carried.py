@@ -12,6 +12,7 @@ from typing import Any
 
 from ropext.errors import Refused, UsageError
 from ropext.facts import Facts, positions_of, short
+from ropext.lengths import LONGEST
 from ropext.rope import ORIGINAL, SETTINGS, Method, method_named
 
 # Keys found in public rope blocks that no reader reads, and the key that one would read.
@@ -75,14 +76,15 @@ def carried(config: Mapping[str, Any], facts: Facts, record: Mapping[str, Any] |
         return _from_block(config, facts, rope)
     if not patched:
         return None
+    settings = rope.get("settings")
     return Carried(
         method=str(rope.get("method")),
         inner=rope.get("inner"),
-        factor=rope.get("factor"),
-        original_length=rope.get("original_length", rope.get("native_length")),
-        window=rope.get("target_length", facts.window),
-        theta=rope.get("theta_before", facts.theta),
-        settings=rope.get("settings", {}),
+        factor=_number(rope.get("factor")),
+        original_length=_whole(rope.get("original_length", rope.get("native_length"))),
+        window=_whole(rope.get("target_length")) or facts.window,
+        theta=_number(rope.get("theta_before")) or facts.theta,
+        settings={key: _frozen(value) for key, value in settings.items()} if isinstance(settings, dict) else {},
         extras={},
         no_effect=(),
         by_ropext=True,
@@ -119,7 +121,7 @@ def _original_length(config: Mapping[str, Any], facts: Facts, method: str, rope:
     if method == "dynamic":
         return facts.window
     if method == "linear":
-        return rope.get("original_length")
+        return _whole(rope.get("original_length"))
     own = positions_of(config)
     places = [own]
     for block in (own.get("rope_scaling"), own.get("rope_parameters")):
@@ -127,8 +129,7 @@ def _original_length(config: Mapping[str, Any], facts: Facts, method: str, rope:
             nested = block.get(facts.layer_type)
             places.append(nested if isinstance(nested, dict) else block)
     stated = [place[ORIGINAL] for place in places if place.get(ORIGINAL) is not None]
-    whole = stated and _number(stated[0])
-    return int(whole) if whole and whole >= 2 else None
+    return _whole(stated[0]) if stated else None
 
 
 def same_kind(asked: str, present: Carried) -> bool:
@@ -152,6 +153,12 @@ def _number(value: object) -> float | None:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     except OverflowError:
         return None
+
+
+def _whole(value: object) -> int | None:
+    """Tokens of a length that a formula can start from, or None for anything else."""
+    number = _number(value)
+    return int(number) if number is not None and 2 <= number <= LONGEST else None
 
 
 def _frozen(value: Any) -> Any:

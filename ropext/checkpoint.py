@@ -23,6 +23,7 @@ SCHEMA = 1  # of ropext.json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DEEPEST = 300  # levels of JSON; transformers walks a config recursively, and runs into Python's limit below 900
 _HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 
@@ -128,7 +129,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise Refused(f"{path.name} must be readable JSON: {path} is not ({_first_line(error)})") from None
     if not isinstance(value, dict):
         raise Refused(f"{path.name} must hold a JSON object: {path} holds a {type(value).__name__}")
+    if _deeper_than(_DEEPEST, value):
+        raise Refused(f"{path.name} nests values at most {_DEEPEST} deep, readers fail on more: {path} goes deeper")
     return value
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    nodes = [value]
+    for _ in range(levels):
+        inner = [node.values() if isinstance(node, dict) else node for node in nodes if isinstance(node, (dict, list))]
+        nodes = [child for children in inner for child in children]
+    return any(isinstance(node, (dict, list)) for node in nodes)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

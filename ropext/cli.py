@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def patch(
     inner: Annotated[str | None, typer.Option(help="Method whose factor progressive raises; default ntk.")] = None,
     theta: Annotated[str | None, typer.Option(help="abf: the rope theta to set.")] = None,
     beta_fast: Annotated[str | None, typer.Option(help="yarn: pairs that turn more often stay; default 32.")] = None,
-    beta_slow: Annotated[str | None, typer.Option(help="yarn: pairs that turn less often are divided; default 1.")] = None,
+    beta_slow: Annotated[str | None, typer.Option(help="yarn: pairs that turn less are divided; default 1.")] = None,
     no_truncate: Annotated[bool, typer.Option("--no-truncate", help="yarn: band edges between pairs.")] = False,
     attention_factor: Annotated[str | None, typer.Option(help="yarn, longrope: factor on cos and sin.")] = None,
     mscale: Annotated[str | None, typer.Option(help="yarn: DeepSeek's temperature, with --mscale-all-dim.")] = None,
@@ -259,6 +260,8 @@ def _number(option: str, text: str | None) -> float | None:
 def main() -> None:
     """Run the command line; every error of ropext and of the parser ends in one or two lines and its exit code."""
     debug = os.environ.get("ROPEXT_DEBUG") == "1"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold what a terminal's encoding, or any, has no bytes for
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False) or 0
         if code == STOPPED:  # Typer's way to say that Ctrl-C was pressed

@@ -87,6 +87,11 @@ def read_facts(checkpoint: Checkpoint, *, stock: bool = True) -> Facts:
     model_type = _model_type(own if section and own.get("model_type") else config)
     _refuse_what_has_no_rope(config, own, model_type)
     known = model_type in PROVEN and section is None
+    if not stock and (section or (not known and _is_nested(own))):
+        raise Refused(
+            f"the rotary table of a model type must be proved: this {model_type} config is read by stock transformers "
+            "alone. Leave out --no-verify"
+        )
     rope = _from_stock(config, own, model_type) if stock and not known else _from_config(own, model_type)
     window = _whole(own, "max_position_embeddings")
     plain = _rope_type(rope.block) in PLAIN_TYPES

@@ -74,6 +74,10 @@ LIMITS: Mapping[str, tuple[frozenset[str], str]] = {
         _EVERY - {"default"},
         "transformers 4 has one theta for its full and its sliding layers, which must stay",
     ),
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"),
+        (_EVERY - {"default"}, "the theta of each layer stands in layer_rope_theta, which a patch leaves alone"),
+    ),
     "modernbert-decoder": (frozenset(), "transformers 4 has one table for its full and its sliding layers"),
     "llama4_text": (frozenset({"default", "llama3"}), "transformers 4 takes every scaling of it for llama3"),
 }

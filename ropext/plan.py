@@ -124,7 +124,9 @@ def requested_plan(
         return _fresh_plan(config, facts, request)
     present = carried(config, facts, record)
     if present is None:
-        raise UsageError(f"--{request.scaling}-scaling needs a scaling in force: this checkpoint has none. Leave it out")
+        raise UsageError(
+            f"--{request.scaling}-scaling needs a scaling in force: this checkpoint has none. Leave it out"
+        )
     if request.scaling == "replace":
         return _replacing_plan(config, facts, present, request)
     return _extending_plan(config, facts, present, request)

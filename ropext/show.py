@@ -22,7 +22,7 @@ LINE_EVERY = 60.0  # seconds between lines of progress where no bar can be drawn
 
 def json_document(value: dict[str, Any]) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(value, indent=2, allow_nan=False))  # in ASCII: right in any terminal's encoding
 
 
 def patch(result: api.PatchResult) -> None:

@@ -21,7 +21,7 @@ def verify(plan: RopePlan) -> str:
     try:
         return _verify(plan)
     except RopextError as error:
-        if plan.model_type in PROVEN:
+        if plan.config.get("model_type") in PROVEN:
             raise
         raise Refused(
             f"{error}. Stock {plan.model_type} code cannot carry {plan.method}: try another method"

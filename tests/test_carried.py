@@ -157,6 +157,15 @@ def test_a_hand_made_yarn_without_its_original_length_is_flagged_not_guessed(sca
             patch(source, method="yarn", factor=2.0, **options)
 
 
+def test_what_it_was_before_is_for_the_user_to_say(scaled):
+    source = scaled({"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(Refused, match="--replace-scaling --native-length L --to 2k") as refusal:
+        patch(source, method="ntk", factor=2.0, native_length=1024)
+    assert "--extend-scaling" not in str(refusal.value)
+    result = patch(source, method="yarn", factor=4.0, replace_scaling=True, native_length=256, verify=True)
+    assert block_of(result) == YARN
+
+
 def test_the_band_edges_and_the_factor_of_llama3_are_never_replaced_by_defaults(scaled):
     source = scaled(LLAMA3)
     with pytest.raises(Refused, match=r"'llama3', factor 32\.0"):
@@ -189,7 +198,7 @@ def test_a_broken_llama3_block_is_refused_whatever_is_asked(scaled, change, reas
 
 @pytest.mark.parametrize("options", [{"extend_scaling": True}, {"replace_scaling": True}])
 def test_the_original_length_alone_cannot_be_changed(scaled, options):
-    with pytest.raises(Refused, match="the length of pre-training, not the window: it is 256, --native-length says 512"):
+    with pytest.raises(Refused, match="length of pre-training, not the window: it is 256, --native-length says 512"):
         patch(scaled(LLAMA3), method="llama3", factor=2.0, native_length=512, **options)
 
 

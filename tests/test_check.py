@@ -108,8 +108,9 @@ CASES = {
     ),
     "a factor that the window does not use": ({"rope_scaling": YARN}, {"RPX042": "warn"}),
     "a multimodal model's window raised inside": (
-        {"model_type": "qwen2_vl", "text_config": {"max_position_embeddings": 1024}, "max_position_embeddings": ABSENT},
-        refused("RPX003"),
+        {"model_type": "my_vl", "auto_map": {"AutoModel": "m.M"}, "max_position_embeddings": ABSENT}
+        | {"text_config": {"max_position_embeddings": 1024}},
+        refused("RPX003") | {"RPX011": "warn"},
     ),
     "dynamic of a factor 1 that never grows": ({"rope_scaling": {"rope_type": "dynamic", "factor": 1.0}}, {}),
     "a tokenizer that caps servers": (
@@ -267,7 +268,7 @@ PUBLIC = {
         | {"text_config": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024}},
         {},
     ),
-    "c4ai-command-r-v01": ({"max_position_embeddings": 8192, "model_max_length": 131072, "rope_theta": 8e6}, {}),
+    "c4ai-command-r-v01": ({"max_position_embeddings": 8192, "model_max_length": 131072, "limit": 10**30}, {}),
     "Qwen-7B": ({"max_position_embeddings": 32768, "seq_length": 8192, "limit": 32768}, {}),
     "HunYuan": (
         {"max_position_embeddings": 32768, "limit": 1048576}
@@ -300,7 +301,8 @@ def test_public_checkpoints_are_allowed_as_their_makers_published_them(tmp_path,
 
 def test_rope_settings_beside_a_text_config_are_reported_as_without_effect(tmp_path):
     inner = {"model_type": "llama", "max_position_embeddings": 256, "rope_theta": 10000.0}
-    bare_checkpoint(tmp_path, model_type="mllama", text_config=inner, rope_scaling=YARN, **LONG)
+    own = {"model_type": "my_vl", "auto_map": {"AutoModel": "m.M"}}
+    bare_checkpoint(tmp_path, text_config=inner, rope_scaling=YARN, **own, **LONG)
     assert found(tmp_path)["RPX044"] == "warn"
 
 
@@ -356,6 +358,23 @@ def test_a_window_raised_after_the_patch_is_refused_whatever_key_holds_it(patche
 def test_rope_settings_changed_after_the_patch_are_refused(patched, changes):
     edit_json(patched / "config.json", **changes)
     assert found(patched)["RPX030"] == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, {}),
+        ({"max_position_embeddings": 4096}, refused("RPX001")),
+        ({"rope_theta": 5e5, "rope_parameters": ABSENT}, refused("RPX030")),
+    ],
+)
+def test_edits_after_training_are_refused_too(tmp_path, changes, wanted):
+    ropext.patch(str(bare_checkpoint(tmp_path / "m")), method="ntk", factor=4.0, out=tmp_path / "p", verify=False)
+    trained = {"kind": "finetune", "native_length": 1024, "config_changes": ABSENT, "original_files": ABSENT}
+    edit_json(tmp_path / "p" / "ropext.json", **trained)
+    edit_json(tmp_path / "p" / "tokenizer_config.json", model_max_length=10**30)
+    edit_json(tmp_path / "p" / "config.json", **changes)
+    assert found(tmp_path / "p") == wanted
 
 
 def test_other_keys_may_be_changed_after_the_patch(patched):

@@ -263,3 +263,15 @@ def test_help_and_an_unverified_patch_import_nothing_heavy(source, tmp_path, arg
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout
     assert done.stderr.splitlines()[-1] == "heavy: []"
+
+
+@pytest.mark.parametrize("name", ["na\u00efve-\u6f22", os.fsdecode(b"not-utf8-\xff")])
+def test_a_path_that_the_terminal_cannot_show_is_printed_all_the_same(tmp_path, name):
+    source = bare_checkpoint(tmp_path / name)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "ropext", "patch", str(source), "--method", "ntk", "--factor", "4", "--no-verify"]
+    for out, options in (("lines", []), ("json", ["--json"])):
+        done = subprocess.run([*command, "--out", tmp_path / out, *options], env=environment, capture_output=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert name in done.stdout.decode("unicode_escape")
+    assert json.loads(done.stdout)["source"] == str(source)

@@ -31,8 +31,6 @@ def extension_of(folder):
     return Extension.of(checkpoint, read_facts(checkpoint))
 
 
-
-
 @pytest.mark.parametrize("inner", SETTINGS)
 def test_a_progressive_stage_is_its_inner_method_at_the_stage_s_length(tmp_path, inner):
     source, settings = bare_checkpoint(tmp_path / "m"), SETTINGS[inner]

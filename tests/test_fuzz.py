@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints, made up by hypothesis: a plan or a short refusal, and nothing written that is broken.
+"""Damaged and hostile checkpoints, made up by hypothesis: a plan or a short refusal, and nothing broken written.
 
 What is written is read by stock transformers, the outside judge.
 """
@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 import ropext
@@ -31,9 +31,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt_ne
 
 numbers = st.one_of(
     st.integers(-2, 300),
-    st.sampled_from(
-        [0, -1, 2**31, 2**63, -(2**70), 10**400, 256.0, 0.5, 1e308, -1e-308, math.nan, math.inf, -math.inf]
-    ),
+    st.sampled_from([2**31, 2**63, -(2**70), 10**400, 256.0, 0.5, 1e308, -1e-308, math.nan, math.inf, -math.inf]),
     st.floats(),
 )
 scalars = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=4), st.sampled_from(TYPES))
@@ -61,7 +59,9 @@ def outcome(source: Path, method: str = "ntk", **options: object) -> Path | None
     except RopextError as error:
         assert len(str(error).splitlines()) <= 2 and len(str(error)) < 1000, error
         assert not out.exists()
+        event("refused")
         return None
+    event("written")
     return out
 
 

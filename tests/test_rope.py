@@ -145,7 +145,9 @@ def test_names_are_read_in_any_case_and_by_their_aliases(name, method):
 
 @pytest.mark.parametrize("name", ["foo", "", "4"])
 def test_an_unknown_method_is_answered_with_the_list(name):
-    with pytest.raises(UsageError, match=r"there is no method .*: use one of linear, ntk, abf, dynamic, .*, progressive"):
+    with pytest.raises(
+        UsageError, match=r"there is no method .*: use one of linear, ntk, abf, dynamic, .*, progressive"
+    ):
         canonical_name(name)
 
 
@@ -269,7 +271,9 @@ def test_longrope_switches_lists_one_token_past_the_native_length():
     method = LongRope(factor=4.0, native_length=256, **lists)
     unscaled = plain(1e4, 8)
     assert frequencies_at(method, 256, 1e4, 8) == pytest.approx(unscaled)
-    assert frequencies_at(method, 257, 1e4, 8) == pytest.approx([w / n for w, n in zip(unscaled, (1, 2, 3, 4))])
+    assert frequencies_at(method, 257, 1e4, 8) == pytest.approx(
+        [w / n for w, n in zip(unscaled, (1, 2, 3, 4), strict=True)]
+    )
     assert method.attention_scaling == pytest.approx(math.sqrt(1 + math.log(4) / math.log(256)))
     with pytest.raises(Refused, match="each of the 8 rotated pairs: short_factor has 4"):
         method.frequencies(1e4, 16)

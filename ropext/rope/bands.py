@@ -72,9 +72,8 @@ class Yarn:
         check_native_length(self.native_length)
         for name in ("beta_fast", "beta_slow", "attention_factor"):
             check_positive(name, getattr(self, name))
-        for scale in (self.mscale, self.mscale_all_dim):
-            if scale is not None and not 0 <= scale < math.inf:
-                raise Refused(f"mscale and mscale_all_dim must be finite numbers from 0 up: found {scale}")
+        for name in ("mscale", "mscale_all_dim"):
+            check_positive(name, getattr(self, name) or None)  # 0 is as good as none to readers
         fast, slow = self.beta_fast or BETA_FAST, self.beta_slow or BETA_SLOW
         if fast <= slow:
             raise Refused(f"beta_fast must be above beta_slow, fast pairs are kept: found {fast:g} and {slow:g}")

@@ -1,4 +1,4 @@
-"""What a method is: two views of one table, its frequencies and what config.json says so that stock code computes them."""
+"""What a method is: two views of one table, its frequencies and what config.json says so that readers compute them."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def check_factor(factor: float) -> None:
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises Refused for a setting that is neither left to its default nor a finite number above 0."""
-    if value is not None and not (math.isfinite(value) and value > 0):
+    """Raises Refused for a setting that is neither left to its default nor a number above 0 that float32 can hold."""
+    if value is not None and not 1 / FLOAT32_MAX <= value <= FLOAT32_MAX:
         raise Refused(f"{name} must be a finite number above 0: found {value}")
 
 

@@ -137,7 +137,7 @@ def _check_settings(method: str, given: Mapping[str, Any]) -> None:
 
 
 def check_asked(settings: Mapping[str, Any] | Settings) -> None:
-    """Raises UsageError for settings of which readers would ignore one. A checkpoint that has them so stays as it is."""
+    """Raises UsageError for settings of which readers would ignore one; a checkpoint that has such stays as it is."""
     given = given_settings(settings)
     if ("mscale" in given) != ("mscale_all_dim" in given):
         raise UsageError("mscale and mscale_all_dim work as a pair: give both, or leave both out")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropext.errors import Refused, UsageError
-from ropext.facts import Facts, positions_of, short
+from ropext.facts import FLOAT32_MAX, Facts, positions_of, short
 from ropext.lengths import LONGEST
 from ropext.rope import ORIGINAL, SETTINGS, Method, method_named
 
@@ -26,20 +26,28 @@ class Carried:
 
     method: str
     inner: str | None  # of progressive
-    factor: float | None  # None where config.json holds no number
+    factor: float | None  # None where config.json holds none that a table can be computed from
     original_length: int | None  # what its formula starts from; None where nothing states it
     window: int  # that it serves
-    theta: float  # that its formula starts from
+    stated_theta: float | None  # None where ropext.json lost it
     settings: Mapping[str, Any]  # explicit ones
     extras: Mapping[str, Any]  # keys of the block that are no setting of the method and stay as they are
     no_effect: tuple[str, ...]  # keys of the block that nothing reads
     by_ropext: bool  # a patch, whose unstated settings are ropext's defaults
 
+    @property
+    def theta(self) -> float:
+        """What its formula starts from. Raises Refused where ropext.json lost it."""
+        theta = self.stated_theta
+        if theta is None or not 1 < theta <= FLOAT32_MAX:
+            raise Refused(f"ropext.json must hold the theta of before: theta_before is {short(theta)}. Restore it")
+        return theta
+
     def lengthened(self, target: int, settings: Mapping[str, Any]) -> Method:
         """The same method for a longer window: its original length and explicit settings, its factor times
         target / window. `settings` are new lists for longrope. Raises Refused where that is not defined."""
-        if self.factor is None or not (math.isfinite(self.factor) and self.factor >= 1):
-            raise Refused(f"a factor in force is a number from 1 up: config.json has {short(self.factor)}. Correct it")
+        if self.factor is None:
+            raise Refused(f"the factor in force must be a number from 1 to {LONGEST}: correct it in config.json")
         if self.method == "abf":
             raise Refused("abf has no factor to multiply: use --replace-scaling with a larger --theta")
         if self.method == "longrope" and not settings:
@@ -78,12 +86,12 @@ def carried(config: Mapping[str, Any], facts: Facts, record: Mapping[str, Any] |
         return None
     settings = rope.get("settings")
     return Carried(
-        method=str(rope.get("method")),
+        method=short(rope.get("method")).strip("'"),
         inner=rope.get("inner"),
-        factor=_number(rope.get("factor")),
+        factor=_factor(rope.get("factor")),
         original_length=_whole(rope.get("original_length", rope.get("native_length"))),
-        window=_whole(rope.get("target_length")) or facts.window,
-        theta=_number(rope.get("theta_before")) or facts.theta,
+        window=max(_whole(rope.get("target_length")) or 0, facts.window),
+        stated_theta=_number(rope.get("theta_before")),
         settings={key: _frozen(value) for key, value in settings.items()} if isinstance(settings, dict) else {},
         extras={},
         no_effect=(),
@@ -95,7 +103,7 @@ def _from_block(config: Mapping[str, Any], facts: Facts, rope: Mapping[str, Any]
     assert facts.scaling is not None
     block = facts.scaling
     method = str(block.get("rope_type", block.get("type")))
-    factor, original = _number(block.get("factor")), _original_length(config, facts, method, rope)
+    factor, original = _factor(block.get("factor")), _original_length(config, facts, method, rope)
     window = facts.window
     if method in ("yarn", "dynamic") and factor and original:
         window = math.floor(original * factor)  # many model cards leave max_position_embeddings as it was
@@ -108,7 +116,7 @@ def _from_block(config: Mapping[str, Any], facts: Facts, rope: Mapping[str, Any]
         factor=factor,
         original_length=original,
         window=window,
-        theta=facts.theta,
+        stated_theta=facts.theta,
         settings={key: _frozen(block[key]) for key in own if block.get(key) is not None},
         extras={key: block[key] for key in block if key not in {*own, *_COMMON, *NO_EFFECT, *facts.mrope}},
         no_effect=tuple(key for key in block if key in NO_EFFECT),
@@ -153,6 +161,11 @@ def _number(value: object) -> float | None:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     except OverflowError:
         return None
+
+
+def _factor(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and 1 <= number <= LONGEST else None
 
 
 def _whole(value: object) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ropext.errors import Refused, RopextError, UsageError
+from ropext.errors import Refused, RopextError, UsageError, short
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -110,7 +110,7 @@ def read_weights(path: Path) -> tuple[dict[str, TensorHeader], dict[str, WeightF
         weight_files[name], found = _read_header(path / name)
         if repeated := tensors.keys() & found.keys():
             raise Refused(
-                f"a tensor is stored once: {min(repeated)!r} is in {tensors[min(repeated)].file} and in {name}. "
+                f"a tensor is stored once: {short(min(repeated))} is in {tensors[min(repeated)].file} and in {name}. "
                 "Remove the file that does not belong to the model"
             )
         tensors |= found
@@ -158,7 +158,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     if not whole:
         raise Refused(
             f"{RECORD} must be what ropext of schema {SCHEMA} wrote: {path / RECORD} is not (schema "
-            f"{record.get('schema')!r}). Restore it, or use the version of ropext that wrote it"
+            f"{short(record.get('schema'))}). Restore it, or use the version of ropext that wrote it"
         )
     return record
 
@@ -168,7 +168,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {repeated!r} stands twice in one object")
+        raise ValueError(f"the key {short(repeated)} stands twice in one object")
     return found
 
 
@@ -198,10 +198,10 @@ def _shards(path: Path) -> list[str]:
     for name in names:
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name:
             raise Refused(
-                f"a shard lies in the checkpoint's own directory: {INDEX} names {name!r}. Do not use this file"
+                f"a shard lies in the checkpoint's own directory: {INDEX} names {short(name)}. Do not use this file"
             )
         if not (path / name).is_file():
-            raise Refused(f"every shard that {INDEX} names must be there: {name} is missing in {path}")
+            raise Refused(f"every shard that {INDEX} names must be there: {short(name)} is missing in {path}")
     if not names:
         raise Refused(f"{INDEX} names no shard: {path / INDEX}")
     return names
@@ -211,7 +211,7 @@ def _check_index(path: Path, tensors: Mapping[str, TensorHeader]) -> None:
     for tensor, name in read_json(path / INDEX)["weight_map"].items():
         if tensor not in tensors or tensors[tensor].file != name:
             raise Refused(
-                f"index and shards must agree: {INDEX} of {path} has {tensor!r} in {name}, the shard does not. "
+                f"index and shards must agree: {INDEX} of {path} has {short(tensor)} in {name}, the shard does not. "
                 "Download both again"
             )
 

@@ -24,3 +24,12 @@ class Refused(RopextError):
     """The request is understood and would do harm, so nothing was written."""
 
     exit_code = 3
+
+
+def short(value: object) -> str:
+    """A value for a message of one line, however long it is in the file."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no whole number of more than 4300 digits
+        text = "a huge number"
+    return text if len(text) <= 60 else text[:57] + "..."

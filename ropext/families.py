@@ -78,6 +78,11 @@ LIMITS: Mapping[str, tuple[frozenset[str], str]] = {
         ("granite_swa", "granitemoe_swa"),
         (_EVERY - {"default"}, "the theta of each layer stands in layer_rope_theta, which a patch leaves alone"),
     ),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        (_EVERY - {"dynamic"}, "transformers 4 asks for an alpha in its dynamic scaling, another formula"),
+    ),
+    "nemotron": (frozenset({"default"}), "transformers 4 ignores every scaling of it"),
     "modernbert-decoder": (frozenset(), "transformers 4 has one table for its full and its sliding layers"),
     "llama4_text": (frozenset({"default", "llama3"}), "transformers 4 takes every scaling of it for llama3"),
 }

@@ -63,7 +63,9 @@ def model_of(config: Any) -> torch.nn.Module:
         try:
             return auto.from_config(config)
         except (ImportError, AttributeError):  # a tower that wants another package; 4.57 builds some only from the text
-            return transformers.AutoModelForCausalLM.from_config(config.text_config)
+            if type(config.text_config) in transformers.AutoModelForCausalLM._model_mapping:
+                return transformers.AutoModelForCausalLM.from_config(config.text_config)
+            return auto._model_mapping[type(config)]._from_config(config.text_config)
 
 
 def is_table(buffer: str) -> bool:

@@ -10,8 +10,8 @@ import pytest
 
 import ropext
 from ropext.cli import app
-from ropext.errors import Refused, UsageError
-from tests.bare import ABSENT, bare_checkpoint, edit_json
+from ropext.errors import Refused, RopextError, UsageError
+from tests.bare import ABSENT, bare_checkpoint, edit_json, write_json
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LLAMA3 = {
@@ -265,3 +265,43 @@ def test_what_training_made_its_own_is_patched_like_any_model_and_its_stock_scal
         patch(tmp_path / "yarn", method="ntk", factor=2.0)
     longer = patch(tmp_path / "yarn", method="yarn", factor=2.0, extend_scaling=True)
     assert block_of(longer) == {**YARN, "factor": 8.0} and longer.native_length == 1024
+
+
+JUNK = [None, True, 0, -1, 2.5, 1e308, 1e-320, 10**400, math.nan, math.inf, "", "4", [], [1.0] * 8, {}, {"a": {}}, 1024]
+LONGROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+BLOCKS = [
+    {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False},
+    *(LLAMA3, LONGROPE, {"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+]
+ROPE = {"method": "yarn", "inner": None, "factor": 4.0, "native_length": 256, "original_length": 256}
+ROPE |= {"target_length": 1024, "theta_before": 1e4, "settings": {"beta_fast": 16.0}}
+
+
+@pytest.mark.parametrize("scaling", ["extend_scaling", "replace_scaling", "neither"])
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["rope_type"])
+def test_no_value_of_a_scaling_ends_in_anything_but_a_plan_or_a_short_refusal(scaled, block, scaling):
+    source, options = scaled(block), {} if scaling == "neither" else {scaling: True}
+    lists = LISTS if block["rope_type"] == "longrope" else {}
+    for key in block:
+        for value in JUNK:
+            edit_json(source / "config.json", rope_scaling={**block, key: value})
+            plan_or_refusal(source, method=block["rope_type"], **options, **lists)
+
+
+@pytest.mark.parametrize("scaling", ["extend_scaling", "replace_scaling", "neither"])
+@pytest.mark.parametrize("key", ROPE)
+def test_no_value_in_a_record_ends_in_anything_but_a_plan_or_a_short_refusal(scaled, key, scaling):
+    source, options = scaled(None), {} if scaling == "neither" else {scaling: True}
+    for value in JUNK:
+        record = {"schema": 1, "kind": "patch", "window": 1024, "native_length": 256, "source": {"model": "x"}}
+        write_json(source / "ropext.json", {**record, "rope": {**ROPE, key: value}})
+        plan_or_refusal(source, method="yarn", **options)
+
+
+def plan_or_refusal(source, **request):
+    try:
+        result = patch(source, factor=2.0, **request)
+    except RopextError as error:
+        assert len(str(error).splitlines()) <= 2 and len(str(error)) < 600
+    else:
+        assert 0 < result.attention_scaling < math.inf and result.target_length > result.native_length

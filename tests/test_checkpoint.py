@@ -125,7 +125,7 @@ def test_an_index_without_a_map_of_shards_is_refused(tmp_path, weight_map):
 
 def test_a_missing_shard_is_refused_by_name(tmp_path):
     (bare_checkpoint(tmp_path, shards=2) / SHARD).unlink()
-    with pytest.raises(Refused, match=f"{SHARD} is missing"):
+    with pytest.raises(Refused, match=f"'{SHARD}' is missing"):
         open_checkpoint(tmp_path)
 
 

@@ -40,7 +40,8 @@ def already_scaled(case: Case) -> Iterator[tuple[str, str]]:
         anew = f"ropext patch {shlex.quote(record['source']['model'])} --method {case.plan.method}"
     else:
         start = f", from {present.original_length} tokens" if present.original_length else ""
-        found = f"already scaled ({short(present.method)}, factor {short(present.factor)}{start})"
+        factor = (case.facts.scaling or {}).get("factor")
+        found = f"already scaled ({short(present.method)}, factor {short(factor)}{start})"
         anew = f"ropext patch {_path(case)} --method {case.plan.method} --replace-scaling"
         anew += "" if present.original_length else " --native-length L"
     extended = _extending(case, present, target)
@@ -56,7 +57,11 @@ def _path(case: Case) -> str:
 
 def _extending(case: Case, present: Carried, target: int) -> str:
     """The command that multiplies the factor, where one does."""
-    if present.method == "abf" or (present.original_length is None and present.method != "linear"):
+    if (
+        present.method == "abf"
+        or present.factor is None
+        or (present.original_length is None and present.method != "linear")
+    ):
         return ""
     lists = " --longrope-factors FILE" if present.method == "longrope" else ""
     return (

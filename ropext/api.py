@@ -6,8 +6,7 @@ Each returns a frozen result and raises the errors of `ropext.errors`. Lengths a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,8 +20,9 @@ from ropext.facts import read_facts
 from ropext.lengths import format_length
 from ropext.plan import Request, RopePlan, requested_plan
 from ropext.provenance import BUILT_IN, before_patch, patch_record
+from ropext.results import CheckResult, EvalResult, FinetuneResult, PatchResult, RevertResult
 from ropext.rope import Settings, canonical_name
-from ropext.safety import Finding, judge_checkpoint, judge_patch, judge_source
+from ropext.safety import judge_checkpoint, judge_patch, judge_source
 from ropext.write import WEIGHTS, Weights, check_destination, json_bytes, patched_files, write_patched
 
 if TYPE_CHECKING:  # each command pays for the rooms that it uses
@@ -32,36 +32,10 @@ if TYPE_CHECKING:  # each command pays for the rooms that it uses
     from ropext.compare import Entrant
     from ropext.inspection import Inspection
     from ropext.loaded import ModelPatchResult
-    from ropext.score import ModelScores, Protocol
     from ropext.texts import Document
-    from ropext.train import StageResult
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]  # label, windows done, windows in all
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PatchResult:
-    """What a patch wrote, or would write. Field names are those of `patch --json`."""
-
-    source: str
-    why: str  # how the source was chosen
-    out: str
-    written: bool  # False for a dry run
-    method: str
-    inner: str | None
-    factor: float
-    native_length: int
-    target_length: int
-    rope_theta: float  # in force
-    theta_before: float
-    attention_scaling: float  # on cos and sin
-    settings: Mapping[str, Any]  # explicit ones of the method
-    rotary_dims: int
-    config_changes: Mapping[str, tuple[Any, Any]]
-    file_changes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    verified: tuple[str, ...]  # reader versions; empty without verification
 
 
 def patch(
@@ -182,15 +156,6 @@ def _verified(plan: RopePlan) -> str:
     return verify(plan)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckResult:
-    """What every rule says of a checkpoint as it lies there. Field names are those of `check --json`."""
-
-    model: str
-    findings: tuple[Finding, ...]
-    verdict: str  # "refused" where some finding refuses, else "allowed"
-
-
 def check(model: str | None = None) -> CheckResult:
     """Ask every rule about a checkpoint, whatever is wrong with it. Raises UsageError where there is none."""
     choice = workspace.for_eval() if model is None else workspace.named(model)
@@ -208,15 +173,6 @@ def show_checkpoint(model: str) -> Inspection:
     return inspect(choice.path, choice.model, CHECKPOINT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RevertResult:
-    """What a revert wrote."""
-
-    model: str
-    out: str
-    files: tuple[str, ...]  # with their original bytes again
-
-
 def revert(model: str, *, out: Path) -> RevertResult:
     """Write a patched checkpoint as it was before the patch: every file of its source, byte for byte.
 
@@ -226,19 +182,6 @@ def revert(model: str, *, out: Path) -> RevertResult:
     patched, files = before_patch(choice.path)
     write_patched(patched, out, files)
     return RevertResult(model=choice.model, out=str(out), files=tuple(files))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneResult:
-    """What a run of stages left. Field names are those of `finetune --json`."""
-
-    source: str
-    out: str
-    data: str
-    learning_rate: float  # the peak of the one curve over all stages
-    stages: tuple[StageResult, ...]
-    logs: str  # TensorBoard files
-    native_length: int  # of the result: the longest length it was trained at
 
 
 def finetune(
@@ -334,22 +277,6 @@ def _training_data(source: Checkpoint, data: str | None, text_field: str) -> tup
     if workspace.is_built_in_lineage(source):
         return built_in("training"), "the built-in corpus, training split"
     raise UsageError("fine-tuning needs text: add --data with a text file, a folder or a .jsonl file")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalResult:
-    """Scores of every model, how they were made, and where the report lies."""
-
-    models: tuple[ModelScores, ...]
-    protocol: Protocol
-    out: str
-
-    @property
-    def complete(self) -> bool:
-        """Whether some length was measured and none failed."""
-        figures = [figure for scores in self.models for figure in scores.results]
-        measured = any(figure.nll is not None for figure in figures)
-        return measured and not any(figure.windows and figure.nll is None for figure in figures)
 
 
 def evaluate(

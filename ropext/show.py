@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ropext import api
+from ropext.results import CheckResult, EvalResult, FinetuneResult, PatchResult, RevertResult
 
 if TYPE_CHECKING:
     from ropext.inspection import Inspection, Step, Table
@@ -25,7 +25,7 @@ def json_document(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))  # in ASCII: right in any terminal's encoding
 
 
-def patch(result: api.PatchResult) -> None:
+def patch(result: PatchResult) -> None:
     """What was changed, found and verified."""
     inner = f" of {result.inner}" if result.inner else ""
     print(f"source    {result.source} ({result.why})")
@@ -39,7 +39,7 @@ def patch(result: api.PatchResult) -> None:
     print(f"{'written' if result.written else 'dry run'}   {result.out}")
 
 
-def check(result: api.CheckResult) -> None:
+def check(result: CheckResult) -> None:
     """Every finding, the gravest first, and the verdict."""
     print(f"model     {result.model}")
     grave = ("refuse", "warn", "note")
@@ -90,14 +90,14 @@ def _numbers(step: Step) -> str:
     return f": window {step.window}, trained to {step.native_length}{by}"
 
 
-def revert(result: api.RevertResult) -> None:
+def revert(result: RevertResult) -> None:
     """What is as it was again."""
     print(f"model     {result.model}")
     print(f"restored  {', '.join(result.files)}; everything else as it is there")
     print(f"written   {result.out}")
 
 
-def finetune(result: api.FinetuneResult) -> None:
+def finetune(result: FinetuneResult) -> None:
     """One line a stage, then where everything lies."""
     for stage in result.stages:
         work = f"{stage.steps} steps, {stage.seconds:.0f} s ({stage.tokens / stage.seconds:.0f} tokens/s)"
@@ -107,7 +107,7 @@ def finetune(result: api.FinetuneResult) -> None:
     print(f"written   {result.out} (native length now {result.native_length})")
 
 
-def evaluation(result: api.EvalResult) -> None:
+def evaluation(result: EvalResult) -> None:
     """The table of perplexities, and where report and plot lie."""
     from rich.console import Console
 

@@ -16,6 +16,7 @@ from ropext.checkpoint import open_checkpoint
 from ropext.errors import Refused, UsageError
 from ropext.extension import Extension
 from ropext.facts import read_facts
+from ropext.results import FinetuneResult
 from ropext.rope import Ntk
 from tests.tiny import make_checkpoint
 
@@ -43,7 +44,7 @@ def patched(tmp_path: Path):
     return make
 
 
-def tune(model: Path, text: str, **options) -> api.FinetuneResult:
+def tune(model: Path, text: str, **options) -> FinetuneResult:
     defaults = {"schedule": (256, 512, 1024), "steps_per_stage": 2, "progress": False, "say": lambda line: None}
     return api.finetune(str(model), data=text, **(defaults | options))
 

@@ -188,7 +188,8 @@ def test_what_was_patched_once_is_not_patched_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("gpt2", "learned positions"), ("bloom", "ALiBi"), ("falcon", "ALiBi"), ("gptj", "rotary code of its own")]
+    ("family", "words"),
+    [("gpt2", "learned positions"), ("bloom", "ALiBi"), ("falcon", "ALiBi"), ("gptj", "rotary code of its own")],
 )
 def test_models_without_a_rope_that_the_keys_reach_are_refused_with_nothing_written(tmp_path, family, words):
     source = make_checkpoint(tmp_path / "m", family, **({"alibi": True} if family == "falcon" else {}))

@@ -12,32 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "numpy", "huggingface_hub")  # seconds each, so only where they are used
+# Seconds each, so only where they are used.
+HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "numpy", "huggingface_hub")
 
 # Top to bottom. `demo` is where the built-in checkpoint lies: a path, which imports nothing, so any room may ask it.
 # `ropext` is the package's own __init__: it offers what api holds.
 ROOMS = [
-    *("demo", "version", "errors", "hub", "lengths", "checkpoint", "stock", "families", "facts", "rope", "carried", "factors", "plan", "safety"),
-    *("verify", "provenance"),
-    *(
-        "extension",
-        "staging",
-        "write",
-        "load",
-        "loaded",
-        "texts",
-        "recipe",
-        "memory",
-        "schedule",
-        "pack",
-        "loss",
-        "state",
-        "process",
-        "train",
-        "run",
-    ),
-    *("cut", "score", "compare", "retrieval", "probe", "report", "export", "inspection", "workspace", "api", "ropext", "show", "cli"),
-    *("__main__", "demo.build"),
+    *("demo", "version", "errors", "hub", "lengths"),
+    *("checkpoint", "stock", "families", "facts", "rope", "carried", "factors", "plan", "safety", "verify"),
+    *("provenance", "extension", "staging", "write", "load", "loaded"),
+    *("texts", "recipe", "memory", "schedule", "pack", "loss", "state", "process", "train", "run"),
+    *("cut", "score", "compare", "retrieval", "probe", "report", "export", "inspection", "workspace"),
+    *("results", "api", "ropext", "show", "cli", "__main__", "demo.build"),
 ]
 
 MODULES = {

@@ -1,0 +1,83 @@
+"""What the public functions return: frozen, with the field names that `--json` prints. Lengths are in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ropext.safety import Finding
+    from ropext.score import ModelScores, Protocol
+    from ropext.train import StageResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchResult:
+    """What a patch wrote, or would write. Field names are those of `patch --json`."""
+
+    source: str
+    why: str  # how the source was chosen
+    out: str
+    written: bool  # False for a dry run
+    method: str
+    inner: str | None
+    factor: float
+    native_length: int
+    target_length: int
+    rope_theta: float  # in force
+    theta_before: float
+    attention_scaling: float  # on cos and sin
+    settings: Mapping[str, Any]  # explicit ones of the method
+    rotary_dims: int
+    config_changes: Mapping[str, tuple[Any, Any]]
+    file_changes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    verified: tuple[str, ...]  # reader versions; empty without verification
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """What every rule says of a checkpoint as it lies there. Field names are those of `check --json`."""
+
+    model: str
+    findings: tuple[Finding, ...]
+    verdict: str  # "refused" where some finding refuses, else "allowed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RevertResult:
+    """What a revert wrote."""
+
+    model: str
+    out: str
+    files: tuple[str, ...]  # with their original bytes again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneResult:
+    """What a run of stages left. Field names are those of `finetune --json`."""
+
+    source: str
+    out: str
+    data: str
+    learning_rate: float  # the peak of the one curve over all stages
+    stages: tuple[StageResult, ...]
+    logs: str  # TensorBoard files
+    native_length: int  # of the result: the longest length it was trained at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    """Scores of every model, how they were made, and where the report lies."""
+
+    models: tuple[ModelScores, ...]
+    protocol: Protocol
+    out: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether some length was measured and none failed."""
+        figures = [figure for scores in self.models for figure in scores.results]
+        measured = any(figure.nll is not None for figure in figures)
+        return measured and not any(figure.windows and figure.nll is None for figure in figures)

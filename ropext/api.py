@@ -22,7 +22,7 @@ from ropext.plan import Request, RopePlan, requested_plan
 from ropext.provenance import BUILT_IN, before_patch, patch_record
 from ropext.results import CheckResult, EvalResult, FinetuneResult, PatchResult, RevertResult
 from ropext.rope import Settings, canonical_name
-from ropext.safety import judge_checkpoint, judge_patch, judge_source
+from ropext.safety import Finding, judge_checkpoint, judge_patch, judge_source
 from ropext.write import WEIGHTS, Weights, check_destination, json_bytes, patched_files, write_patched
 
 if TYPE_CHECKING:  # each command pays for the rooms that it uses
@@ -62,53 +62,49 @@ def patch(
     Touches no weight and needs no torch unless `verify` asks stock transformers for the resulting rotary table.
     Raises UsageError for a request that cannot be understood, Refused for one that is unsafe; then nothing is written.
     """
-    name = canonical_name(method)
-    if weights not in WEIGHTS:
-        raise UsageError(f"--weights is one of {', '.join(WEIGHTS)}: found {weights!r}")
-    choice = workspace.for_patch() if model is None else workspace.named(model)
-    source = open_checkpoint(choice.path)
-    facts = read_facts(source, stock=verify)
-    stated = native_length is not None
-    judge_source(source, facts, native_length_stated=stated).require()
     request = Request(
-        method=name,
+        method=canonical_name(method),
         factor=factor,
         to=to,
         native_length=native_length,
         settings=_with_lists(settings, longrope_factors),
         scaling=_scaling(extend_scaling, replace_scaling),
     )
-    plan = requested_plan(source.config, facts, source.record, request)
-    verdict = judge_patch(source, facts, plan, verified=verify, native_length_stated=stated)
-    verdict.require()
-    destination = out or workspace.RUNS / f"{choice.name}-{name}-{format_length(plan.target_length)}"
+    if weights not in WEIGHTS:
+        raise UsageError(f"--weights is one of {', '.join(WEIGHTS)}: found {weights!r}")
+    choice = workspace.for_patch() if model is None else workspace.named(model)
+    source = open_checkpoint(choice.path)
+    plan, findings = _allowed_plan(source, request, verify)
+    destination = out or workspace.RUNS / f"{choice.name}-{plan.method}-{format_length(plan.target_length)}"
     if not dry_run:
         check_destination(destination, source.path, overwrite=overwrite)
     verified = (_verified(plan),) if verify else ()
     files = patched_files(source, plan.config, plan.native_length, plan.target_length)
     if not dry_run:
-        record = patch_record(source, choice.model, plan, verdict.findings, files)
+        record = patch_record(source, choice.model, plan, findings, files)
         write_patched(source, destination, {**files, RECORD: json_bytes(record)}, weights=weights, overwrite=overwrite)
     return PatchResult(
         source=choice.model,
         why=choice.why,
         out=str(destination),
         written=not dry_run,
-        method=plan.method,
-        inner=plan.inner,
-        factor=plan.factor,
-        native_length=plan.native_length,
-        target_length=plan.target_length,
-        rope_theta=plan.theta,
-        theta_before=plan.theta_before,
-        attention_scaling=plan.attention_scaling,
-        settings=plan.settings,
-        rotary_dims=plan.rotary_dims,
-        config_changes=plan.config_changes,
         file_changes=tuple(files),
-        findings=verdict.findings,
+        findings=findings,
         verified=verified,
+        rope_theta=plan.theta,
+        **{name: getattr(plan, name) for name in PatchResult.OF_THE_PLAN},
     )
+
+
+def _allowed_plan(source: Checkpoint, request: Request, verify: bool) -> tuple[RopePlan, tuple[Finding, ...]]:
+    """The plan of a request and what the rules say of it. Raises Refused where one of them refuses."""
+    stated = request.native_length is not None
+    facts = read_facts(source, stock=verify)
+    judge_source(source, facts, native_length_stated=stated).require()
+    plan = requested_plan(source.config, facts, source.record, request)
+    verdict = judge_patch(source, facts, plan, verified=verify, native_length_stated=stated)
+    verdict.require()
+    return plan, verdict.findings
 
 
 def patch_model(
@@ -221,37 +217,38 @@ def finetune(
     documents, data_name = _training_data(source, data, text_field)
     say(f"data      {data_name}")
     extension = Extension.of(source, facts)
-    stages = plan_stages(
-        schedule,
-        native_length=extension.native_length,
-        window=extension.window,
-        progressive=extension.progressive,
-        tokens_per_stage=tokens_per_stage,
-        steps_per_stage=steps_per_stage,
-        batch_tokens=batch_tokens,
-    )
     destination = out or workspace.RUNS / f"{choice.name}-tuned"
     check_destination(destination, source.path)
-    rate = _rate(source, learning_rate)
     run = Run(
         source=source,
         model=choice.model,
         extension=extension,
         documents=tuple(documents),
         data=data_name,
-        stages=stages,
+        stages=plan_stages(
+            schedule,
+            native_length=extension.native_length,
+            window=extension.window,
+            progressive=extension.progressive,
+            tokens_per_stage=tokens_per_stage,
+            steps_per_stage=steps_per_stage,
+            batch_tokens=batch_tokens,
+        ),
         settings=Settings(
-            peak_rate=rate, seed=seed, source=weights_sha256(source), save_every=save_every, progress=progress
+            peak_rate=_rate(source, learning_rate),
+            seed=seed,
+            source=weights_sha256(source),
+            save_every=save_every,
+            progress=progress,
         ),
         out=destination,
     )
-    results = run.train(device=device, resume=resume, say=say)
     return FinetuneResult(
         source=choice.model,
         out=str(destination),
         data=data_name,
-        learning_rate=rate,
-        stages=results,
+        learning_rate=run.settings.peak_rate,
+        stages=run.train(device=device, resume=resume, say=say),
         logs=str(run.folder / "logs"),
         native_length=max(facts.native_length, *schedule),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from ropext.safety import Finding
@@ -34,6 +34,11 @@ class PatchResult:
     file_changes: tuple[str, ...]
     findings: tuple[Finding, ...]
     verified: tuple[str, ...]  # reader versions; empty without verification
+
+    OF_THE_PLAN: ClassVar[tuple[str, ...]] = (
+        *("method", "inner", "factor", "native_length", "target_length", "theta_before", "attention_scaling"),
+        *("settings", "rotary_dims", "config_changes"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

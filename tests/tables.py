@@ -44,6 +44,8 @@ def with_few_layers(config: dict[str, Any]) -> dict[str, Any]:
         few = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]) if isinstance(kinds, list) else 2
         cut |= {key: value[:few] for key, value in cut.items() if isinstance(value, list) and len(value) == layers}
         cut["num_hidden_layers"] = few
+    if isinstance(config.get("num_layers"), int):  # longcat_flash counts its layers in pairs
+        cut["num_layers"] = min(2, config["num_layers"])
     return cut
 
 

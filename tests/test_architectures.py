@@ -29,8 +29,8 @@ TRUE_REASONS = re.compile(
     "|one kind of layers must see the whole context"
     "|rotary dimensions come in pairs"
     "|a plan must hold in every transformers that knows the model type"
-    "|factors never multiply: this checkpoint is already scaled"
-    "|the window must be max_position_embeddings"
+    "|factors never multiply: this checkpoint was already scaled"
+    "|the window must be max_position_embeddings|max_position_embeddings must be a whole number"
     "|stock transformers must be able to read the config"
     "|its default config is refused by its own class"
 )

@@ -7,8 +7,6 @@ lengths in tokens.
 from __future__ import annotations
 
 import json
-import logging
-import tempfile
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +52,8 @@ def read_stock(config: Mapping[str, Any], lengths: Sequence[int] = ()) -> StockR
 
     Raises RopextError, in one line, where it cannot.
     """
+    import tempfile  # with logging below, a tenth of the start of a patch that asks nothing here
+
     import transformers
 
     reader = f"transformers {transformers.__version__}"
@@ -158,6 +158,8 @@ def _is_table(buffer: str) -> bool:
 @contextmanager
 def _rope_warnings() -> Iterator[list[str]]:
     """Collects what transformers logs about rope, instead of printing it."""
+    import logging
+
     from transformers.utils import logging as transformers_logging
 
     heard: list[str] = []

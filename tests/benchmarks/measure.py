@@ -59,6 +59,7 @@ def interleaved(commands: Mapping[str, Sequence[str]], runs: int, reset: Callabl
 def whole_process(command: Sequence[str]) -> tuple[float, int]:
     """Wall time and peak resident memory of one process. Raises SystemExit where it fails."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed ropext has its bytecode, as its libraries have
     start = time.perf_counter()
     child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert child.stderr is not None

@@ -214,6 +214,8 @@ def finetune(
     source = open_checkpoint(choice.path)
     facts = read_facts(source)
     judge_source(source, facts).require()
+    if facts.section is not None:
+        raise Refused(f"fine-tuning a multimodal checkpoint is not built yet: {facts.model_type} has {facts.section}")
     documents, data_name = _training_data(source, data, text_field)
     say(f"data      {data_name}")
     extension = Extension.of(source, facts)

@@ -72,9 +72,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def require_directory(path: Path) -> None:
     """Raises UsageError where there is no directory."""
     if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that the system does not accept
-        raise UsageError(
-            f"a MODEL is a checkpoint directory, or a hub id such as org/name: {str(path)!r} is neither"
-        )
+        raise UsageError(f"a MODEL is a checkpoint directory, or a hub id such as org/name: {str(path)!r} is neither")
 
 
 def unreadable(path: Path, error: OSError) -> RopextError:

@@ -118,9 +118,7 @@ def _originals(record: Mapping[str, Any]) -> dict[str, bytes]:
     found = {name: text.encode("utf-8", "replace") for name, text in texts.items() if isinstance(text, str)}
     for name in texts:
         if name not in (CONFIG, TOKENIZER_CONFIG) or sha256(found.get(name, b"")) != digests.get(name):
-            raise Refused(
-                f"original files must be as they were recorded: {name!r} of {RECORD} is not. Take the source"
-            )
+            raise Refused(f"original files must be as they were recorded: {name!r} of {RECORD} is not. Take the source")
     return found
 
 

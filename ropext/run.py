@@ -85,4 +85,4 @@ class Run:
         )
         last = stage is self.stages[-1]
         out = self.out if last else self.folder / "stages" / format_length(stage.length)
-        write_tuned(self.source, model, out, {**files, RECORD: json_bytes(record)}, overwrite=not last)
+        write_tuned(self.source, model, out, {**files, RECORD: json_bytes(record)}, overwrite=None if last else True)

@@ -23,12 +23,15 @@ from ropext.staging import staged
 
 Weights = Literal["clone", "link", "copy"]
 WEIGHTS: tuple[Weights, ...] = ("clone", "link", "copy")
-_BLOCK = 1 << 24  # bytes copied at a time
+_BLOCK = 1 << 22  # bytes copied at a time
 _FICLONE = 0x40049409  # ioctl of Linux that shares the blocks of a file (linux/fs.h)
 
 
-def check_destination(out: Path, source: Path, *, overwrite: bool = False) -> None:
-    """Refuse a destination that holds something, unless it is ropext's own and may be overwritten."""
+def check_destination(out: Path, source: Path, *, overwrite: bool | None = None) -> None:
+    """Refuse a destination that holds something, unless it is ropext's own and may be overwritten.
+
+    `overwrite` is None for a command that has no such option.
+    """
     try:
         real, origin = out.resolve(), source.resolve()
         there = out.exists() or out.is_symlink()
@@ -41,9 +44,8 @@ def check_destination(out: Path, source: Path, *, overwrite: bool = False) -> No
     if not there:
         return
     if not overwrite:
-        raise Refused(
-            f"an existing output is not overwritten unasked: {out} is there. Choose --out, or add --overwrite"
-        )
+        choice = "Choose --out" if overwrite is None else "Choose --out, or add --overwrite"
+        raise Refused(f"an existing output is not overwritten unasked: {out} is there. {choice}")
     if not (out / RECORD).is_file() or out.is_symlink():
         raise Refused(f"only what ropext wrote is overwritten: {out} has no {RECORD}. Choose --out")
 
@@ -75,7 +77,12 @@ def _with_limit(raw: bytes, window: int) -> bytes:
 
 
 def write_patched(
-    source: Checkpoint, out: Path, files: Mapping[str, bytes], *, weights: Weights = "clone", overwrite: bool = False
+    source: Checkpoint,
+    out: Path,
+    files: Mapping[str, bytes],
+    *,
+    weights: Weights = "clone",
+    overwrite: bool | None = None,
 ) -> None:
     """Write `out`: the source with its weights byte for byte, and `files` with their new bytes.
 
@@ -103,7 +110,7 @@ def check_weights_fit(source: Checkpoint, model: Any) -> None:
 
 
 def write_tuned(
-    source: Checkpoint, model: Any, out: Path, files: Mapping[str, bytes], *, overwrite: bool = False
+    source: Checkpoint, model: Any, out: Path, files: Mapping[str, bytes], *, overwrite: bool | None = None
 ) -> None:
     """Write `out`: the source with the weights of `model`, in the source's shards, names, dtypes and tying.
 
@@ -117,10 +124,10 @@ def write_tuned(
 
 
 @contextlib.contextmanager
-def _directory(source: Checkpoint, out: Path, files: Mapping[str, bytes], overwrite: bool) -> Iterator[Path]:
+def _directory(source: Checkpoint, out: Path, files: Mapping[str, bytes], overwrite: bool | None) -> Iterator[Path]:
     """A staged directory to bring files into; `files` are added at the end, the config last of all."""
     check_destination(out, source.path, overwrite=overwrite)
-    with staged(out, overwrite=overwrite) as folder:
+    with staged(out, overwrite=bool(overwrite)) as folder:
         yield folder
         for name in sorted(files, key=lambda name: name == CONFIG):
             (folder / name).write_bytes(files[name])

@@ -71,4 +71,4 @@ def test_what_would_ruin_the_model_is_refused_with_the_safe_command(run):
     code, _, err = run("finetune --schedule 2k,16k")
     assert code == 3 and "--factor 8" in err and err.count("\n") == 1
     code, _, err = run("patch --method ntk --factor 4")
-    assert code == 3 and "existing output" in err
+    assert code == 3 and "existing output" in err and "--overwrite" in err

@@ -15,7 +15,6 @@ from ropext.stock import read_stock
 from ropext.verify import verify
 from tests.bare import bare_checkpoint
 
-
 LAYERS = ["sliding_attention", "full_attention"]
 
 

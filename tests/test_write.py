@@ -243,6 +243,31 @@ def test_too_little_room_is_said_before_anything_is_copied(tmp_path, source, mon
     assert not list((tmp_path / "new").iterdir())
 
 
+def test_shared_blocks_need_no_room(tmp_path, source, monkeypatch):
+    """A stand-in for a file system that can share blocks: the one below the tests may not."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
+    monkeypatch.setattr("ropext.write._clone", lambda origin, target: bool(shutil.copyfile(origin, target)))
+    patch(source, tmp_path / "p")
+    with pytest.raises(RopextError, match="the disk must hold the output"):
+        patch(source, tmp_path / "q", weights="copy")
+    assert open_checkpoint(tmp_path / "p") and not (tmp_path / "q").exists()
+
+
+def test_links_need_room_for_the_small_files_alone(tmp_path, source, monkeypatch):
+    (source / "pytorch_model.bin").write_bytes(bytes(100_000))
+    small = sum(path.stat().st_size for path in source.iterdir() if path.suffix == ".json")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(small, 0, small))
+    patch(source, tmp_path / "p", weights="link")
+    assert (tmp_path / "p" / "pytorch_model.bin").samefile(source / "pytorch_model.bin")
+
+
+def test_a_file_of_several_blocks_is_copied_whole(tmp_path, source, monkeypatch):
+    monkeypatch.setattr("ropext.write._BLOCK", 7)
+    (source / "large").write_bytes(bytes(range(256)) * 3)
+    patch(source, tmp_path / "p", weights="copy")
+    assert snapshot(tmp_path / "p")["large"] == snapshot(source)["large"]
+
+
 def test_links_across_file_systems_are_refused_with_the_other_way(tmp_path, source, monkeypatch):
     def across(*_):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))

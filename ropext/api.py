@@ -22,7 +22,7 @@ from ropext.plan import Request, RopePlan, requested_plan
 from ropext.provenance import BUILT_IN, before_patch, patch_record
 from ropext.results import CheckResult, EvalResult, FinetuneResult, PatchResult, RevertResult
 from ropext.rope import Settings, canonical_name
-from ropext.safety import Finding, judge_checkpoint, judge_patch, judge_source
+from ropext.safety import Finding, judge_checkpoint, judge_patch, judge_source, reader_names
 from ropext.write import WEIGHTS, Weights, check_destination, json_bytes, patched_files, write_patched
 
 if TYPE_CHECKING:  # each command pays for the rooms that it uses
@@ -49,6 +49,7 @@ def patch(
     longrope_factors: Path | None = None,
     extend_scaling: bool = False,
     replace_scaling: bool = False,
+    readers: Sequence[str] = (),
     weights: Weights = "clone",
     overwrite: bool = False,
     dry_run: bool = False,
@@ -59,6 +60,7 @@ def patch(
 
     `settings` are those of the method (ropext.rope.Settings). What is scaled already is refused, unless
     `extend_scaling` keeps its method and multiplies its factor, or `replace_scaling` starts from before it.
+    `readers` (llama.cpp, vllm) count beside transformers: what they cannot carry is then refused.
     Touches no weight and needs no torch unless `verify` asks stock transformers for the resulting rotary table.
     Raises UsageError for a request that cannot be understood, Refused for one that is unsafe; then nothing is written.
     """
@@ -74,7 +76,7 @@ def patch(
         raise UsageError(f"--weights is one of {', '.join(WEIGHTS)}: found {weights!r}")
     choice = workspace.for_patch() if model is None else workspace.named(model)
     source = open_checkpoint(choice.path)
-    plan, findings = _allowed_plan(source, request, verify)
+    plan, findings = _allowed_plan(source, request, verify, reader_names(readers))
     destination = out or workspace.RUNS / f"{choice.name}-{plan.method}-{format_length(plan.target_length)}"
     if not dry_run:
         check_destination(destination, source.path, overwrite=overwrite)
@@ -96,13 +98,15 @@ def patch(
     )
 
 
-def _allowed_plan(source: Checkpoint, request: Request, verify: bool) -> tuple[RopePlan, tuple[Finding, ...]]:
+def _allowed_plan(
+    source: Checkpoint, request: Request, verify: bool, readers: tuple[str, ...]
+) -> tuple[RopePlan, tuple[Finding, ...]]:
     """The plan of a request and what the rules say of it. Raises Refused where one of them refuses."""
     stated = request.native_length is not None
     facts = read_facts(source, stock=verify)
     judge_source(source, facts, native_length_stated=stated).require()
     plan = requested_plan(source.config, facts, source.record, request)
-    verdict = judge_patch(source, facts, plan, verified=verify, native_length_stated=stated)
+    verdict = judge_patch(source, facts, plan, verified=verify, native_length_stated=stated, readers=readers)
     verdict.require()
     return plan, verdict.findings
 

@@ -68,6 +68,7 @@ def patch(
     replace_scaling: Annotated[
         bool, typer.Option("--replace-scaling", help="Another method in place of the one in force.")
     ] = False,
+    readers: Annotated[str | None, typer.Option(help="Count llama.cpp or vllm too, such as llama.cpp,vllm.")] = None,
     weights: Annotated[str, typer.Option(help="clone (shares disk blocks if possible), copy, or link.")] = "clone",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that ropext wrote.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the difference, write nothing.")] = False,
@@ -99,6 +100,7 @@ def patch(
         mscale_all_dim=_number("--mscale-all-dim", mscale_all_dim),
         low_freq_factor=_number("--low-freq-factor", low_freq_factor),
         high_freq_factor=_number("--high-freq-factor", high_freq_factor),
+        readers=readers.split(",") if readers else (),
         weights=weights,  # type: ignore[arg-type]  # api.patch checks it
         overwrite=overwrite,
         dry_run=dry_run,

@@ -20,7 +20,7 @@ PATCH_OPTIONS = {
     *("--method", "--factor", "--to", "--out", "--native-length", "--inner", "--weights", "--overwrite"),
     *("--dry-run", "--no-verify", "--json", "--theta", "--beta-fast", "--beta-slow", "--no-truncate", "--mscale"),
     *("--mscale-all-dim", "--attention-factor", "--low-freq-factor", "--high-freq-factor", "--longrope-factors"),
-    *("--extend-scaling", "--replace-scaling"),
+    *("--extend-scaling", "--replace-scaling", "--readers"),
 }
 
 
@@ -76,6 +76,8 @@ def test_help_and_version_are_printed(run):
     [
         ("--factor 4", 2, "--method ntk (recommended)"),
         ("--method ntk", 2, "--factor"),
+        ("--method ntk --factor 4 --readers ollama", 2, "llama.cpp and vllm: found 'ollama'"),
+        ("--method dynamic --factor 4 --readers llama.cpp", 3, "cannot carry dynamic"),
         ("--method foo --factor 4", 2, "linear, ntk, abf, dynamic, ntk-by-parts, yarn, longrope, llama3, progressive"),
         ("--method su --factor 4", 2, "longrope needs its lists"),
         ("--method abf --factor 4", 2, "--theta"),

@@ -165,6 +165,34 @@ def test_patch_names_the_oldest_reader_of_llama3_and_what_gguf_may_lose(outputs)
     assert not lost & {"linear", "ntk", "yarn", "llama3"}
 
 
+@pytest.mark.parametrize(
+    ("readers", "refused"),
+    [
+        (("llama.cpp",), {"dynamic", "ntk-by-parts", "yarn with attention_factor", "yarn without truncate"}),
+        (("vLLM",), {"dynamic", "ntk-by-parts", "yarn with attention_factor"}),
+        ((), set()),
+    ],
+)
+def test_a_reader_that_is_named_counts(tmp_path, readers, refused):
+    source = str(bare_checkpoint(tmp_path / "m"))
+    requests = {name: {"method": name} for name in ("linear", "ntk", "yarn", "llama3", "dynamic", "ntk-by-parts")}
+    requests |= {"progressive": {"method": "progressive", "inner": "linear"}}
+    requests |= {"yarn with attention_factor": {"method": "yarn", "attention_factor": 1.2}}
+    requests |= {"yarn without truncate": {"method": "yarn", "truncate": False}}
+    found = set()
+    for name, request in requests.items():
+        try:
+            result = ropext.patch(source, factor=4.0, readers=readers, dry_run=True, verify=False, **request)
+        except Refused as error:
+            assert "RPX055" in str(error)
+            found.add(name)
+        else:
+            codes = {finding.code for finding in result.findings}
+            linear_in_vllm = bool(readers) and readers[0] == "vLLM" and name in ("linear", "progressive")
+            assert ("RPX056" in codes) == linear_in_vllm
+    assert found == refused
+
+
 def test_abf_says_which_theta_reaches_the_target(tmp_path):
     source = bare_checkpoint(tmp_path / "m")
 

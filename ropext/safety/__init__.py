@@ -11,8 +11,9 @@ from ropext.checkpoint import Checkpoint
 from ropext.errors import UsageError
 from ropext.facts import Facts
 from ropext.plan import RopePlan
-from ropext.safety import files, methods, planned, readers, settings, windows
+from ropext.safety import files, methods, planned, readers, servers, settings, windows
 from ropext.safety.rule import Case, Finding, Rule, Severity, Verdict, judged
+from ropext.safety.servers import reader_names
 
 __all__ = [
     "RULES",
@@ -25,6 +26,7 @@ __all__ = [
     "judge_checkpoint",
     "judge_patch",
     "judge_source",
+    "reader_names",
     "rules_table",
 ]
 
@@ -75,6 +77,8 @@ PLAN = (
     methods.trained_scaling_replaced,
     methods.oldest_reader,
     methods.gguf,
+    servers.named_reader_cannot,
+    servers.window_of_vllm,
     readers.table_moves,
     readers.table_switches,
 )
@@ -92,15 +96,22 @@ def judge_source(checkpoint: Checkpoint, facts: Facts, *, native_length_stated: 
 
 
 def judge_patch(
-    checkpoint: Checkpoint, facts: Facts, plan: RopePlan, *, verified: bool, native_length_stated: bool
+    checkpoint: Checkpoint,
+    facts: Facts,
+    plan: RopePlan,
+    *,
+    verified: bool,
+    native_length_stated: bool,
+    readers: tuple[str, ...] = (),
 ) -> Verdict:
-    """May this plan be written over this checkpoint's config?"""
+    """May this plan be written over this checkpoint's config? `readers` count beside transformers."""
     case = Case(
         checkpoint=checkpoint,
         known=facts,
         planned=plan,
         verified=verified,
         native_length_stated=native_length_stated,
+        readers=readers,
     )
     return judged(case, SOURCE, PLAN)
 

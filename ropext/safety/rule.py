@@ -57,6 +57,7 @@ class Case:
     planned: RopePlan | None = None  # None where nothing is planned
     verified: bool = True  # stock transformers is asked for the planned table
     native_length_stated: bool = False
+    readers: tuple[str, ...] = ()  # that count beside transformers
 
     @property
     def facts(self) -> Facts:

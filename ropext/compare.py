@@ -16,6 +16,7 @@ from ropext.cut import Cut, cut_windows, slide_windows
 from ropext.facts import read_facts
 from ropext.load import default_device, load_model, load_tokenizer
 from ropext.provenance import lineage
+from ropext.safety import Finding, judge_scored
 from ropext.score import ModelScores, Protocol, has_changing_table, score
 from ropext.texts import Document, built_in, read_documents
 
@@ -34,12 +35,15 @@ class Entrant:
     window: int
     native_length: int
     trained_on: frozenset[str]  # sha256 of documents
+    findings: tuple[Finding, ...]  # what the rules say of it
 
     @classmethod
     def of(cls, path: Path, label: str) -> Entrant:
         """Read from the checkpoint at `path`. Raises Refused where it has no rotary embedding or is damaged."""
         checkpoint = open_checkpoint(path)
         facts = read_facts(checkpoint)
+        verdict = judge_scored(checkpoint, facts)
+        verdict.require()
         documents = (checkpoint.record or {}).get("training", {}).get("documents", [])
         return cls(
             path=path,
@@ -47,6 +51,7 @@ class Entrant:
             window=facts.window,
             native_length=facts.native_length,
             trained_on=frozenset(documents),
+            findings=verdict.findings,
         )
 
 
@@ -112,6 +117,8 @@ class Comparison:
 
     def _notes(self, entrant: Entrant, cut: Cut, model: PreTrainedModel) -> Iterator[str]:
         """What a reader of the figures should know beforehand."""
+        for finding in entrant.findings:
+            yield f"{finding.severity:9} {entrant.label}: {finding.message}. {finding.fix} [{finding.code}]"
         measured = [length for length in self.lengths if length <= cut.longest]
         if measured and max(measured) > entrant.window:
             yield f"note      {entrant.label}: {max(measured)} tokens are beyond its window of {entrant.window}"

@@ -82,7 +82,7 @@ def inspect(path: Path, model: str, built_in: Path) -> Inspection:
         model_type=facts.model_type,
         method=str(recorded.get("method") or (present.method if present else "default")),
         rope_type=present.method if present and facts.scaling is not None else "default",
-        factor=_finite(recorded.get("factor") or (present.factor if present else None)),
+        factor=_finite((present.factor if present else None) or recorded.get("factor")),
         original_length=present.original_length if present else recorded.get("native_length"),
         attention_scaling=None if method is None else method.attention_scaling,
         rope_theta=facts.theta,

@@ -156,7 +156,13 @@ def _replacing_plan(config: Mapping[str, Any], facts: Facts, present: Carried, r
         _check_original(original, request.native_length)
         request = replace(request, native_length=None)
     base = replace(facts, theta=present.theta, scaling=None, native_length=original or facts.native_length)
-    return replace(_fresh_plan(config, base, request), carried="replace")
+    plan = replace(_fresh_plan(config, base, request), carried="replace")
+    if plan.target_length < present.window:
+        raise Refused(
+            f"a replacement does not shorten the window: {present.method} in force serves {present.window} tokens, "
+            f"{request.method} would serve {plan.target_length}. Ask for --to {format_length(present.window)} or more"
+        )
+    return plan
 
 
 def _extending_plan(config: Mapping[str, Any], facts: Facts, present: Carried, request: Request) -> RopePlan:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ropext.checkpoint import TOKENIZER_CONFIG
 from ropext.results import CheckResult, EvalResult, FinetuneResult, PatchResult, RevertResult
 
 if TYPE_CHECKING:
@@ -30,10 +31,15 @@ def patch(result: PatchResult) -> None:
     inner = f" of {result.inner}" if result.inner else ""
     print(f"source    {result.source} ({result.why})")
     print(f"method    {result.method}{inner}, factor {result.factor:g}")
+    written = (result.config_changes.get("rope_scaling", (None, None))[1] or {}).get("factor", result.factor)
+    if written != result.factor:
+        print(f"          with the factor in force: {written:g}")
     print(f"window    {result.native_length} -> {result.target_length} tokens")
     print(f"theta     {result.theta_before:g} -> {result.rope_theta:g}, {result.rotary_dims} rotary dimensions")
     for key, (before, after) in result.config_changes.items():
         print(f"  {key}: {json.dumps(before)} -> {json.dumps(after)}")
+    if TOKENIZER_CONFIG in result.file_changes:
+        print(f"  {TOKENIZER_CONFIG}: model_max_length -> {result.target_length}")
     _findings(result.findings)
     print(f"verified  {', '.join(result.verified) or 'no'}")
     print(f"{'written' if result.written else 'dry run'}   {result.out}")

@@ -174,6 +174,7 @@ def test_the_band_edges_and_the_factor_of_llama3_are_never_replaced_by_defaults(
     assert block_of(result) == {**LLAMA3, "factor": 64.0} and result.target_length == 2048
     assert "low_freq_factor 1.5, high_freq_factor 6.0" in messages(result, "RPX050")[0]
     assert (result.native_length, result.factor) == (1024, 2.0)  # it was trained up to its window
+    assert not messages(result, "RPX007")  # what it starts from is stated
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,31 @@ def test_the_document_has_the_keys_that_others_script_against(patched):
     assert (Path(result.out) / "loss_by_position.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize(
+    ("block", "code"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "RPX028"),
+        ({"rope_type": "linear", "factor": 0.25}, "RPX023"),
+        ({"rope_type": "linear", "factor": "4"}, "RPX023"),
+        ({"rope_type": "linear", "factor": float("nan")}, "RPX023"),
+        ({"rope_type": "ntk", "factor": 4.0}, "RPX026"),
+        ({"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 256}, "RPX027"),
+    ],
+)
+def test_settings_that_give_no_table_are_refused_before_anything_is_scored(block, code):
+    make_checkpoint(Path("bad"), max_position_embeddings=1024, rope_scaling=block)
+    with pytest.raises(Refused, match=code):
+        api.evaluate(["bad"], lengths=(128,), data="texts", **quiet)
+
+
+def test_a_window_raised_by_hand_is_measured_and_named(patched):
+    config = json.loads(Path(patched, "config.json").read_text())
+    Path(patched, "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    notes: list[str] = []
+    result = api.evaluate([patched], lengths=(128,), data="texts", alone=True, say=notes.append)
+    assert result.complete and any("RPX001" in note for note in notes)
+
+
 def test_each_report_gets_a_folder_of_its_own_and_a_named_one_is_not_overwritten(patched):
     first = api.evaluate([patched], lengths=(128,), data="texts", alone=True, **quiet)
     second = api.evaluate([patched], lengths=(128,), data="texts", alone=True, **quiet)

@@ -5,6 +5,7 @@ A rule reads and reports; only `Verdict.require` raises. Each has a stable code,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ropext.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ __all__ = [
     "explain",
     "judge_checkpoint",
     "judge_patch",
+    "judge_scored",
     "judge_source",
     "reader_names",
     "rules_table",
@@ -32,18 +34,22 @@ __all__ = [
 
 # Asked where a checkpoint lies, whatever can be read of it.
 FILES = (files.unreadable_files, files.single_beside_shards, files.pickles_beside, files.strays)
-# Asked of every checkpoint that is to be patched, trained or checked.
-SOURCE = (
-    windows.raw_window_edit,
-    windows.rope_edited_after_patch,
-    windows.disagreeing_windows,
-    windows.tokenizer_against_window,
+# Without these answered, no table is the right one.
+SETTINGS = (
     settings.contradictions,
     settings.unusable_values,
     settings.list_lengths,
     settings.unknown_type,
     settings.llama3_bands,
     windows.original_length_missing,
+)
+# Asked of every checkpoint that is to be patched, trained or checked.
+SOURCE = (
+    windows.raw_window_edit,
+    windows.rope_edited_after_patch,
+    windows.disagreeing_windows,
+    windows.tokenizer_against_window,
+    *SETTINGS,
     windows.window_beyond_factor,
     files.beyond_learned_table,
     settings.misspelt_keys,
@@ -93,6 +99,19 @@ RULES = tuple(
 def judge_source(checkpoint: Checkpoint, facts: Facts, *, native_length_stated: bool = False) -> Verdict:
     """Is the window that this checkpoint claims one that it was trained for, or that a rope change serves?"""
     return judged(Case(checkpoint=checkpoint, known=facts, native_length_stated=native_length_stated), SOURCE)
+
+
+def judge_scored(checkpoint: Checkpoint, facts: Facts) -> Verdict:
+    """What is to be said of a checkpoint that is only measured: a wrong window is worth measuring, and named; settings
+    that give no table are refused."""
+    verdict = judge_source(checkpoint, facts)
+    grave = {each.code for each in SETTINGS}
+    return Verdict(
+        findings=tuple(
+            found if found.severity != "refuse" or found.code in grave else replace(found, severity="warn")
+            for found in verdict.findings
+        )
+    )
 
 
 def judge_patch(

@@ -67,7 +67,7 @@ def native_length_taken(case: Case) -> Iterator[tuple[str, str]]:
     Every method works from the length that the model was trained at. A config states only its window, which may be
     longer (Qwen3: window 40960, trained at 32768), so the number taken is printed.
     """
-    if not case.native_length_stated:
+    if not case.native_length_stated and case.plan.carried != "extend":  # that starts from its own original length
         yield (
             f"taking {case.plan.native_length} as the native length",
             "If it was trained shorter, say so with --native-length",

@@ -114,3 +114,10 @@ def test_show_needs_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "8 []\n", done.stderr
+
+
+def test_an_extended_scaling_is_shown_with_the_factor_in_force(tmp_path):
+    source = bare_checkpoint(tmp_path / "m", max_position_embeddings=1024, rope_scaling=YARN)
+    ropext.patch(str(source), method="yarn", factor=2.0, extend_scaling=True, verify=False, out=tmp_path / "longer")
+    found = shown(tmp_path / "longer")
+    assert (found.factor, found.window) == (8.0, 2048)

@@ -54,7 +54,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raise bare exceptions of many kinds on damaged files
-        raise RopextError(f"transformers cannot load the tokenizer of {path}: {_first_line(error)}") from error
+        reason = " ".join(str(error).split())[:200]  # its first line alone often ends in the middle of a sentence
+        raise RopextError(f"transformers cannot load the tokenizer of {path}, are its files there? {reason}") from error
     return tokenizer
 
 

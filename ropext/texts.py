@@ -67,7 +67,8 @@ def _read_rows(path: Path, text_field: str) -> Iterator[Document]:
                 continue
             try:
                 text = json.loads(line)[text_field]
-            except (ValueError, KeyError, TypeError, IndexError):
+                text.encode()  # half a surrogate pair is no text: no tokenizer takes it
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError):
                 text = None
             if not isinstance(text, str):
                 raise RopextError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ropext.texts import Document, built_in, is_held_out, standard_library, without_copies
+from ropext.errors import RopextError
+from ropext.texts import Document, built_in, is_held_out, read_documents, standard_library, without_copies
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +84,9 @@ def test_lines_that_any_file_may_hold_make_no_copy():
     boilerplate = "import os\nimport sys\n\n\ndef main():\n    return 0\n"
     mine = Document(name="mine", text=boilerplate + source(300))
     assert list(without_copies([mine], [Document(name="held", text=boilerplate + source(301))])) == [mine]
+
+
+def test_a_row_with_half_a_surrogate_pair_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(RopextError, match="line 2 is not"):
+        list(read_documents(str(tmp_path / "rows.jsonl")))

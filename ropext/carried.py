@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ropext.errors import Refused, UsageError
-from ropext.facts import FLOAT32_MAX, Facts, positions_of, short
+from ropext.errors import Refused, UsageError, short
+from ropext.facts import FLOAT32_MAX, Facts, positions_of
 from ropext.lengths import LONGEST
 from ropext.rope import ORIGINAL, SETTINGS, Method, method_named
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ropext.errors import Refused, RopextError, UsageError, short
+from ropext.errors import Refused, RopextError, UsageError, first_line, short
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -124,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Refused(f"a checkpoint needs {path.name}: there is none in {path.parent}") from None
     except (ValueError, RecursionError, OSError) as error:  # ValueError: bad JSON, bad UTF-8, repeated keys
-        raise Refused(f"{path.name} must be readable JSON: {path} is not ({_first_line(error)})") from None
+        raise Refused(f"{path.name} must be readable JSON: {path} is not ({first_line(error)})") from None
     if not isinstance(value, dict):
         raise Refused(f"{path.name} must hold a JSON object: {path} holds a {type(value).__name__}")
     if _deeper_than(_DEEPEST, value):
@@ -241,7 +241,3 @@ def _read_header(path: Path) -> tuple[WeightFile, dict[str, TensorHeader]]:
             f"{max(ends, default=0) + 8 + length}. Download it again"
         )
     return WeightFile(size=size, header_sha256=hashlib.sha256(prefix + raw).hexdigest()), headers
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -33,3 +33,8 @@ def short(value: object) -> str:
     except ValueError:  # Python prints no whole number of more than 4300 digits
         text = "a huge number"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, or its name, for a message of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ropext.checkpoint import Checkpoint
-from ropext.errors import Refused, RopextError
-from ropext.errors import short as short  # the rooms below ask for it here
+from ropext.errors import Refused, RopextError, short
 from ropext.families import (
     DEFAULT_PARTIAL,
     DEFAULT_SLIDING_WINDOW,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ropext.carried import Carried, carried
 from ropext.checkpoint import Checkpoint, open_checkpoint
-from ropext.errors import Refused, RopextError
-from ropext.facts import Facts, positions_of, read_facts, short
+from ropext.errors import Refused, RopextError, short
+from ropext.facts import Facts, positions_of, read_facts
 from ropext.provenance import lineage
 from ropext.rope import Method, Plain, changes_with_length, frequencies_at, method_named
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropext.errors import RopextError
+from ropext.errors import RopextError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise RopextError(f"transformers cannot load {path}: {_first_line(error)}") from error
+        raise RopextError(f"transformers cannot load {path}: {first_line(error)}") from error
     model, info = loaded
     check_weights(path, info)
     check_rotary_tables(model)
@@ -146,8 +146,3 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error of another library, for a message of one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -19,8 +19,8 @@ from ropext.checkpoint import (
     require_directory,
     unreadable,
 )
-from ropext.errors import Refused, RopextError
-from ropext.facts import read_facts, short
+from ropext.errors import Refused, RopextError, short
+from ropext.facts import read_facts
 from ropext.safety.rule import Case, rule
 from ropext.safety.views import learned_tables, windows
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 
 from ropext.carried import NO_EFFECT, Carried, carried
-from ropext.facts import short
+from ropext.errors import short
 from ropext.lengths import format_length
 from ropext.plan import RopePlan
 from ropext.rope import Plain, unfinished_pair

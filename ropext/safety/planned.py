@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ropext.facts import short
+from ropext.errors import short
 from ropext.families import PROVEN
 from ropext.safety.rule import Case, rule
 

@@ -9,7 +9,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ropext.facts import Facts, short
+from ropext.errors import short
+from ropext.facts import Facts
 from ropext.rope import Plain
 from ropext.safety.rule import Case, rule
 from ropext.safety.views import (

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ropext.carried import NO_EFFECT
-from ropext.facts import FLOAT32_MAX, WINDOW_KEYS, short
+from ropext.errors import short
+from ropext.facts import FLOAT32_MAX, WINDOW_KEYS
 from ropext.safety.rule import Case, rule
 from ropext.safety.views import (
     LAYOUTS,

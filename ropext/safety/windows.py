@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ropext.checkpoint import CONFIG, TOKENIZER_CONFIG, Checkpoint
-from ropext.facts import NO_LIMIT, WINDOW_KEYS, short
+from ropext.errors import short
+from ropext.facts import NO_LIMIT, WINDOW_KEYS
 from ropext.safety.rule import Case, rule
 from ropext.safety.views import (
     LAYOUTS,

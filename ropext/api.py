@@ -29,11 +29,12 @@ if TYPE_CHECKING:  # each command pays for the rooms that it uses
     from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
-    from ropext.compare import Entrant
+    from ropext.entrant import Entrant
     from ropext.inspection import Inspection
     from ropext.loaded import ModelPatchResult
     from ropext.texts import Document
 
+SCORES = workspace.RUNS / "scores"  # kept losses, and hashes of weights
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]  # label, windows done, windows in all
 
@@ -208,7 +209,7 @@ def finetune(
     Raises Refused before the first step for a schedule, text or checkpoint that cannot work.
     """
     from ropext.extension import Extension
-    from ropext.provenance import weights_sha256
+    from ropext.kept import weights_identity
     from ropext.run import Run
     from ropext.schedule import plan_stages
     from ropext.train import Settings
@@ -243,7 +244,7 @@ def finetune(
         settings=Settings(
             peak_rate=_rate(source, learning_rate),
             seed=seed,
-            source=weights_sha256(source),
+            source=weights_identity(source, SCORES),
             save_every=save_every,
             progress=progress,
         ),
@@ -289,59 +290,142 @@ def evaluate(
     data: str | None = None,
     text_field: str = "text",
     documents: int | None = None,
+    tokens: int | None = None,
     stride: int | None = None,
+    window: int | None = None,
+    last_tokens: int | None = None,
+    methods: Sequence[str] = (),
+    factor: float | None = None,
+    to: int | None = None,
+    tasks: Sequence[str] = (),
+    samples: int = 50,
+    seed: int = 0,
+    threshold: float | None = None,
+    include_path: Path | None = None,
+    max_regression: float | None = None,
     batch_size: int = 1,
     alone: bool = False,
+    rescore: bool = False,
     out: Path | None = None,
     device: str | None = None,
     dtype: str = "float32",
     say: Say = print,
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Perplexity of models at every length, and the loss by position, in nats (README: What is measured, and how).
+    """Perplexity of models at every length, the loss by position in nats, and tasks (README: What is measured).
 
-    One model is scored with its lineage unless `alone`; `documents` bounds how many documents are scored; `stride`
-    (tokens) slides the windows. Writes report.json and a plot below `out`.
+    One model is scored with its lineage unless `alone`; with `methods` it is compared with patches of itself at
+    `factor` or up to the length `to`, made in memory and ranked. `documents` and `tokens` bound what is scored;
+    `stride` (tokens) slides the windows; `window` cuts them longer than the longest length; `last_tokens` of each
+    window are scored under each context length. `tasks` are those of ropext.retrieval or lm-eval, `samples` a length.
+    `max_regression` (0.02 is 2%) is judged against the first model, up to its native length; the result tells.
+    Losses are kept, so that the same question costs no run; `rescore` runs all the same.
+    Under torchrun or accelerate launch all processes share the work, and the first one writes.
     """
-    from ropext.compare import Comparison
+    from ropext.compare import THRESHOLD, Comparison, Tasks, ranked
+    from ropext.cut import Limits
+    from ropext.gate import regression
+    from ropext.process import join_team
     from ropext.report import write_report
 
-    choice, entrants = _entrants(models, alone)
-    say(f"model     {choice}")
     comparison = Comparison(
         lengths=tuple(lengths),
         data=data,
         text_field=text_field,
         stride=stride,
-        limit=documents,
+        window=window,
+        last_tokens=last_tokens,
+        limits=Limits(documents=documents, tokens=tokens),
         batch_size=batch_size,
         device=device,
         dtype=dtype,
+        tasks=Tasks(
+            names=tuple(tasks),
+            samples=samples,
+            seed=seed,
+            threshold=THRESHOLD if threshold is None else threshold,
+            include_path=include_path,
+        ),
+        kept_in=SCORES,
+        rescore=rescore,
     )
+    team = join_team(device)
+    first = team.rank == 0
+    say = say if first else _silent
+    if methods:
+        choice, entrants = _patched_in_memory(models, methods, factor, to)
+    elif factor is not None or to is not None:
+        raise UsageError("--factor and --to say how far --methods extend: add --methods, such as ntk,yarn")
+    else:
+        choice, entrants = _entrants(models, alone)
+    if max_regression is not None and (len(entrants) < 2 or methods):
+        raise UsageError(
+            "--max-regression compares a written checkpoint with its source: leave out --alone and --methods"
+        )
+    say(f"model     {choice}")
     say(f"data      {comparison.data_name}")
-    destination = out or _report_folder(entrants[-1].path)
+    destination = out or _report_folder(entrants[-1].checkpoint.path)
     if destination.exists():
         raise Refused(f"an existing output is not overwritten: {destination} is there. Choose another --out")
-    scores, protocol = comparison.run(entrants, say=say, progress=progress)
-    write_report(destination, scores, protocol, {"native": entrants[0].native_length})
-    return EvalResult(models=scores, protocol=protocol, out=str(destination))
+    team.gather(None)  # each has looked before the first one writes
+    measurement = comparison.run(entrants, team=team, say=say, progress=progress if first else None)
+    if methods:
+        measurement = ranked(measurement)
+    if first:
+        write_report(destination, measurement)
+    missed = None
+    if max_regression is not None:
+        judged = entrants[1:] if len(models) > 1 else entrants[-1:]
+        missed = regression(measurement, max_regression, [entrant.label for entrant in judged])
+    return EvalResult(
+        measurement=measurement,
+        out=str(destination),
+        written=first,
+        best=measurement.models[1].label if methods and measurement.comparisons else None,
+        missed_gate=missed,
+    )
+
+
+def _silent(line: str) -> None:
+    """What the other processes of a launch say."""
 
 
 def _entrants(models: Sequence[str], alone: bool) -> tuple[str, list[Entrant]]:
     """What is scored, in words and as models: those named, or one with its lineage."""
-    from ropext.compare import Entrant, lineage_of
+    from ropext.entrant import Entrant, lineage_of
 
     if len(models) > 1:
         choices = [workspace.named(model) for model in models]
         names = [choice.name for choice in choices]
         labels = [name if names.count(name) == 1 else model for name, model in zip(names, models, strict=True)]
         return ", ".join(models), [
-            Entrant.of(choice.path, label) for choice, label in zip(choices, labels, strict=True)
+            Entrant.of(choice.path, label, CHECKPOINT) for choice, label in zip(choices, labels, strict=True)
         ]
     choice = workspace.named(models[0]) if models else workspace.for_eval()
     checkpoint = open_checkpoint(choice.path)
     line = lineage_of(checkpoint, CHECKPOINT)
     return f"{choice.model} ({choice.why})", line[-1:] if alone else line
+
+
+def _patched_in_memory(
+    models: Sequence[str], methods: Sequence[str], factor: float | None, to: int | None
+) -> tuple[str, list[Entrant]]:
+    """A checkpoint and each method's patch of it, in words and as models. Raises Refused where a patch of its files
+    would be."""
+    from ropext.entrant import Entrant
+
+    if len(models) > 1:
+        raise UsageError(f"--methods are compared on one model: found {len(models)}")
+    choice = workspace.named(models[0]) if models else workspace.for_patch()
+    source = Entrant.of(choice.path, "source", CHECKPOINT)
+    if section := read_facts(source.checkpoint).section:
+        raise Refused(f"multimodal models are patched on disk: {section} holds the positions. Use ropext patch")
+    entrants = [source]
+    for method in dict.fromkeys(canonical_name(method) for method in methods):
+        plan, findings = _allowed_plan(source.checkpoint, Request(method=method, factor=factor, to=to), True, ())
+        _verified(plan)
+        entrants.append(source.patched(plan, findings))
+    return f"{choice.model} ({choice.why})", entrants
 
 
 def _report_folder(path: Path) -> Path:
@@ -355,7 +439,7 @@ def eval_document(result: EvalResult) -> dict[str, Any]:
     """What `eval --json` prints and report.json holds."""
     from ropext.report import to_json
 
-    return to_json(result.models, result.protocol)
+    return to_json(result.measurement)
 
 
 def demo(*, say: Say = print, progress: Progress | None = None) -> tuple[PatchResult, FinetuneResult, EvalResult]:

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from ropext.errors import RopextError, UsageError
-from ropext.lengths import parse_length, parse_lengths, parse_schedule, parse_seconds
+from ropext.errors import GateNotMet, RopextError, UsageError
+from ropext.lengths import parse_length, parse_lengths, parse_percent, parse_schedule, parse_seconds
 from ropext.rope import METHODS
 from ropext.version import __version__
 
@@ -30,8 +30,13 @@ MODEL_HELP = "Checkpoint directory; left out, it is taken from ropext-runs/ here
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)]
 METHOD_HELP = "ntk (to prefer), linear, abf, dynamic, ntk-by-parts, yarn, longrope, llama3 or progressive."
 NamedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, or a hub id.")]
-Data = Annotated[str | None, typer.Option(help="Text: a .txt, .md or .py file, a folder, or a .jsonl file.")]
-TextField = Annotated[str, typer.Option(help="Field of a .jsonl row that holds the text.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Text: a .txt, .md or .py file, .jsonl, .parquet, a folder, or a hub data set id[:config[:split]]."
+    ),
+]
+TextField = Annotated[str, typer.Option(help="Field of a row that holds the text.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default a GPU where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
@@ -157,9 +162,31 @@ def evaluate(
     data: Data = None,
     text_field: TextField = "text",
     documents: Annotated[int | None, typer.Option(help="Score at most so many documents.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Score at most so many tokens, such as 1m.")] = None,
     stride: Annotated[str | None, typer.Option(help="Slide the windows by so many tokens.")] = None,
+    window: Annotated[str | None, typer.Option(help="Cut windows of this length, not of the longest asked.")] = None,
+    last_tokens: Annotated[
+        str | None, typer.Option(help="Score the last so many tokens, such as 512, under each context length.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Rank patches of one model made in memory, such as ntk,yarn; with --factor.")
+    ] = None,
+    factor: Annotated[str | None, typer.Option(help="How far --methods extend, above 1.")] = None,
+    to: Annotated[str | None, typer.Option(help="Target length of --methods instead of a factor.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="passkey, needle, multikey, kv, tracking, retrieval (all five), or any of lm-eval."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Examples of a task at each length.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the tasks' texts.")] = 0,
+    threshold: Annotated[str | None, typer.Option(help="Score of an effective length; default 0.85.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with lm-eval tasks of your own.")] = None,
+    max_regression: Annotated[
+        str | None, typer.Option(help="Exit code 4 if perplexity within the native length rises by more, such as 2%.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows in one forward pass.")] = 1,
     alone: Annotated[bool, typer.Option("--alone", help="Score one model without its lineage.")] = False,
+    rescore: Annotated[bool, typer.Option("--rescore", help="Run the model though its scores are kept.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default below ropext-runs/reports.")] = None,
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="Arithmetic: float32, bfloat16 or float16.")] = "float32",
@@ -177,16 +204,32 @@ def evaluate(
             data=data,
             text_field=text_field,
             documents=documents,
+            tokens=_length(tokens),
             stride=_length(stride),
+            window=_length(window),
+            last_tokens=_length(last_tokens),
+            methods=_names(methods),
+            factor=_number("--factor", factor),
+            to=_length(to),
+            tasks=_names(tasks),
+            samples=samples,
+            seed=seed,
+            threshold=_number("--threshold", threshold),
+            include_path=include_path,
+            max_regression=None if max_regression is None else parse_percent(max_regression),
             batch_size=batch_size,
             alone=alone,
+            rescore=rescore,
             out=out,
             device=device,
             dtype=dtype,
             say=_say(as_json),
             progress=progress,
         )
-    show.json_document(api.eval_document(result)) if as_json else show.evaluation(result)
+    if result.written:
+        show.json_document(api.eval_document(result)) if as_json else show.evaluation(result)
+    if result.missed_gate:
+        raise GateNotMet(f"--max-regression {max_regression} is missed: {result.missed_gate}")
     raise typer.Exit(0 if result.complete else 1)
 
 
@@ -251,6 +294,10 @@ def _length(text: str | None) -> int | None:
     return None if text is None else parse_length(text)
 
 
+def _names(text: str | None) -> list[str]:
+    return [name for name in (part.strip() for part in (text or "").split(",")) if name]
+
+
 def _number(option: str, text: str | None) -> float | None:
     """The number given for an option; whether it makes sense is for the library to say."""
     try:
@@ -283,5 +330,9 @@ def main() -> None:
 
 
 def _fail(message: str, exit_code: int) -> None:
-    print(f"ropext: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(f"ropext: {message}", file=sys.stderr)
+    elif exit_code == 1:  # the other kinds happen in each process of a launch alike, and are said once
+        print(f"ropext (process {rank}): {message}", file=sys.stderr)
     sys.exit(exit_code)

@@ -2,7 +2,8 @@
 
     RopextError             exit 1   something failed: a file, a write, a verification
     ├── UsageError          exit 2   the request cannot be understood, or contradicts itself
-    └── Refused             exit 3   understood, but wrong to do
+    ├── Refused             exit 3   understood, but wrong to do
+    └── GateNotMet          exit 4   measured, and worse than was allowed
 
 A message is one or two lines: the rule, the value found, what to do instead.
 """
@@ -24,6 +25,12 @@ class Refused(RopextError):
     """The request is understood and would do harm, so nothing was written."""
 
     exit_code = 3
+
+
+class GateNotMet(RopextError):
+    """Everything was measured and written, and a figure is worse than the request allows."""
+
+    exit_code = 4
 
 
 def short(value: object) -> str:

@@ -54,7 +54,7 @@ class ContextScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskScore:
-    """One model on one task."""
+    """One model on one task. Where there are rows by depth, there is one over all depths of the same length too."""
 
     task: str  # passkey_likelihood, ...; an lm-eval task by its own name
     metric: str  # acc, exact_match, ...
@@ -144,3 +144,10 @@ class Measurement:
     models: tuple[ModelScores, ...]
     comparisons: tuple[Paired, ...]
     protocol: Protocol
+    judged: str | None = None  # label of the model that the headline judges against the first; None: the last one
+
+    @property
+    def first_and_judged(self) -> tuple[ModelScores, ModelScores]:
+        """The model that all are compared with, and the one that the headline is about; the same where it is alone."""
+        found = [scores for scores in self.models if scores.label == self.judged]
+        return self.models[0], found[0] if found else self.models[-1]

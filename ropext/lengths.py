@@ -1,10 +1,11 @@
-"""Lengths in tokens, "8k" <-> 8192, growing schedules and free lists; and times, "10m" -> 600 seconds.
+"""Lengths in tokens, "8k" <-> 8192, growing schedules and free lists; times, "10m" -> 600 seconds; and percentages.
 
 `k` is 1024 and `m` is 1024 * 1024, in either case.
 """
 
 from __future__ import annotations
 
+import math
 import re
 
 from ropext.errors import UsageError
@@ -48,6 +49,17 @@ def parse_seconds(text: str) -> float:
     if seconds < 1:
         raise UsageError(f"a time is a whole number with s, m or h behind, such as 90s, 10m or 2h: found {text!r}")
     return float(seconds)
+
+
+def parse_percent(text: str) -> float:
+    """The share that "2%" or "2" names, 0.02. Raises UsageError for anything but a percentage from 0 on."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < math.inf:
+        raise UsageError(f"a percentage is a number from 0 on, such as 2% or 0.5%: found {text!r}")
+    return share
 
 
 def format_length(tokens: int) -> str:

@@ -15,7 +15,7 @@ from ropext.errors import RopextError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TABLE_TOLERANCE = 1e-6  # relative; float32 rounding, far below the 4e-3 of a table cast to bf16
 
@@ -95,16 +95,22 @@ def set_rotary(model: nn.Module, config: Mapping[str, Any]) -> None:
 
     Raises RopextError where a table does not become what that config gives.
     """
-    from transformers import CONFIG_MAPPING
-
-    own_copy = copy.deepcopy(dict(config))  # transformers adds its own keys to the nested ones
-    loaded: Any = CONFIG_MAPPING[config["model_type"]].from_dict(own_copy)
+    loaded: Any = stock_config(config)
     own: Any = model.config
     for key in ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings"):
         if hasattr(loaded, key):
             setattr(own, key, getattr(loaded, key))
     refresh_rotary(model)
     check_rotary_tables(model)
+
+
+def stock_config(config: Mapping[str, Any]) -> PretrainedConfig:
+    """What transformers makes of the content of a config.json."""
+    from transformers import CONFIG_MAPPING
+
+    own_copy = copy.deepcopy(dict(config))  # transformers adds its own keys to the nested ones
+    made: PretrainedConfig = CONFIG_MAPPING[config["model_type"]].from_dict(own_copy)
+    return made
 
 
 def refresh_rotary(model: nn.Module) -> None:

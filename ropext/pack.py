@@ -100,25 +100,78 @@ def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None) -> NDArray[np.int32]:
-    """Token ids of the whole text, without special ones added: `[N]`. A BOS that the text begins with is left out."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str | Document, bos: int | None, most: int | None = None
+) -> NDArray[np.int32]:
+    """Token ids of a text, without special ones added: `[N]`. A BOS that the text begins with is left out.
+
+    A document is read and encoded a piece at a time, no further than the first `most` tokens ask for. One that has
+    several pieces is encoded as several texts: its tokens may differ where a piece begins.
+    """
+    return _encode(tokenizer, text, bos, most, sized=False)[0]
+
+
+def encode_sized(
+    tokenizer: PreTrainedTokenizerBase, text: str | Document, bos: int | None, most: int | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+    """What `encode` gives, and how many UTF-8 bytes of the text each token stands for: two arrays `[N]`.
+
+    A token reaches from the end of the one before it to its own end, so what a tokenizer drops (white space) counts for
+    the token after it, and of several tokens of one character the first counts it whole. No sizes from a tokenizer that
+    does not tell where its tokens end (a slow one).
+    """
     import numpy as np
 
-    # verbose=False: the warning about texts beyond model_max_length does not apply, since windows are cut
-    ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-    tokens = np.asarray(ids, dtype=np.int32)
-    return tokens[1:] if bos is not None and ids[:1] == [bos] else tokens
+    tokens, ends = _encode(tokenizer, text, bos, most, sized=tokenizer.is_fast)
+    return tokens, None if ends is None else np.diff(ends).astype(np.int32)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str | Document, bos: int | None, most: int | None, *, sized: bool
+) -> tuple[NDArray[np.int32], NDArray[np.int64] | None]:
+    """Tokens `[N]` and, if `sized`, the byte where the first begins and each ends `[N + 1]`."""
+    import numpy as np
+
+    ids, ends, begin = [], [np.zeros(1, np.int64)], 0
+    for piece in [text] if isinstance(text, str) else text.pieces():
+        # verbose=False: the warning about texts beyond model_max_length does not apply, since windows are cut
+        found = tokenizer(
+            piece, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=sized
+        )
+        ids.append(np.asarray(found["input_ids"], dtype=np.int32))
+        if sized:
+            characters = np.fromiter((end for _, end in found["offset_mapping"]), np.int64, len(ids[-1]))
+            bytes_before = _bytes_before(piece)
+            ends.append(begin + bytes_before[characters])
+            begin += int(bytes_before[-1])
+        if most is not None and sum(map(len, ids)) > most:  # not at `most`: one may be a BOS
+            break
+    tokens = np.concatenate(ids)
+    first = int(bos is not None and tokens[:1].tolist() == [bos])
+    stop = len(tokens) if most is None else first + most
+    reached = np.maximum.accumulate(np.concatenate(ends))[first : stop + 1] if sized else None
+    return tokens[first:stop], reached
+
+
+def _bytes_before(text: str) -> NDArray[np.int64]:
+    """UTF-8 bytes before each character of a text, and in all."""
+    import numpy as np
+
+    if text.isascii():
+        return np.arange(len(text) + 1)
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + sum((points >= bound).astype(np.int8) for bound in (0x80, 0x800, 0x10000))
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(widths, dtype=np.int64)])
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> Corpus:
     """All documents as tokens, each text encoded once. Raises RopextError where there is no document."""
     import numpy as np
 
-    texts = [document.text for document in documents]
-    if not texts:
-        raise RopextError("training needs at least one document: found none; check what --data names")
     bos = bos_of(tokenizer)
-    ids = [encode(tokenizer, text, bos) for text in texts]
+    ids = [encode(tokenizer, document, bos) for document in documents]
+    if not ids:
+        raise RopextError("training needs at least one document: found none; check what --data names")
     ends = np.cumsum([len(tokens) for tokens in ids], dtype=np.int64)
     return Corpus(tokens=np.concatenate(ids), ends=ends, bos=bos)
 

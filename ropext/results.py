@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from ropext.figures import Measurement, ModelScores, Protocol
     from ropext.safety import Finding
-    from ropext.score import ModelScores, Protocol
     from ropext.train import StageResult
 
 
@@ -74,15 +74,29 @@ class FinetuneResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
-    """Scores of every model, how they were made, and where the report lies."""
+    """What was measured, and where the report lies."""
 
-    models: tuple[ModelScores, ...]
-    protocol: Protocol
+    measurement: Measurement
     out: str
+    written: bool  # False in every process of a launch but the first
+    best: str | None  # of the methods that were compared, at the longest length that was measured
+    missed_gate: str | None  # how max_regression is missed, in words; None where it is met or not asked for
+
+    @property
+    def models(self) -> tuple[ModelScores, ...]:
+        """The scores of each model."""
+        return self.measurement.models
+
+    @property
+    def protocol(self) -> Protocol:
+        """How they were made."""
+        return self.measurement.protocol
 
     @property
     def complete(self) -> bool:
         """Whether some length was measured and none failed."""
         figures = [figure for scores in self.models for figure in scores.results]
         measured = any(figure.nll is not None for figure in figures)
-        return measured and not any(figure.windows and figure.nll is None for figure in figures)
+        failed = any(figure.windows and figure.nll is None for figure in figures)
+        contexts = [figure for scores in self.models for figure in scores.by_context]
+        return measured and not failed and not any(figure.status.startswith("failed") for figure in contexts)

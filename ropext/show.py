@@ -119,7 +119,9 @@ def evaluation(result: EvalResult) -> None:
 
     from ropext.report import table
 
-    Console(highlight=False).print(table(result.models, result.protocol))
+    Console(highlight=False).print(table(result.measurement))
+    if result.best:
+        print(f"best      {result.best} at the longest length; `ropext patch --method {result.best}` writes it")
     print(f"report    {result.out}")
 
 

@@ -1,4 +1,4 @@
-"""A directory that is there whole or not at all: filled in a hidden sibling, flushed to the disk, renamed.
+"""A directory, or a file, that is there whole or not at all: filled in a hidden sibling, then renamed.
 
 The sibling of NAME is .NAME.ropext-PID, with the number of the process that fills it, and is locked while that lives.
 """
@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ropext.errors import Refused, RopextError
@@ -39,6 +39,18 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise RopextError(f"writing {out} failed, nothing is left of it: {error.strerror or error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def whole_file(path: Path, fill: Callable[[Path], object]) -> Path:
+    """Lets `fill` write a hidden sibling, then renames it to `path`; a folder that is not there yet is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        fill(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
 
 
 def _put(folder: Path, out: Path, overwrite: bool) -> None:

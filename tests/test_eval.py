@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ropext import api
-from ropext.errors import Refused, RopextError
+from ropext.errors import Refused, RopextError, UsageError
 from tests.tiny import make_checkpoint
 
 TEXT = " ".join(f"{word} {number}" for number, word in enumerate(["alpha", "beta", "gamma"] * 400))  # 11k bytes
@@ -103,18 +103,18 @@ def test_text_that_a_model_was_trained_on_is_named(patched):
     api.finetune(patched, schedule=(256, 1024), data="texts", steps_per_stage=1, progress=False, **quiet)
     notes: list[str] = []
     api.evaluate(lengths=(128,), data="texts", say=notes.append)
-    assert [note for note in notes if "trained on 3 of the 3 documents" in note and "tuned" in note]
+    assert [note for note in notes if "trained on 3 of the 3 documents" in note and note.startswith("warn      tuned")]
 
 
 def test_the_document_has_the_keys_that_others_script_against(patched):
     result = api.evaluate([patched], lengths=(16384, 512), data="texts", alone=True, **quiet)
     document = json.loads(json.dumps(api.eval_document(result), allow_nan=False))
     (scores,) = document["models"]
-    assert set(scores) == {"model", "label", "results", "by_position", "tasks"}
+    assert set(scores) >= {"model", "label", "results", "by_position", "tasks"}
     figure = {"length", "perplexity", "nll", "tokens", "documents", "windows", "ci95", "status"}
-    assert all(set(row) == figure for row in scores["results"])
+    assert all(set(row) >= figure for row in scores["results"])
     assert [block["start"] for block in scores["by_position"]] == [0, 256]
-    assert set(document["protocol"]) == {"definition", "stride", "bos", "data", "data_hash", "dtype"}
+    assert set(document["protocol"]) >= {"definition", "stride", "bos", "data", "data_hash", "dtype"}
     assert json.loads((Path(result.out) / "report.json").read_text()) == document
     assert (Path(result.out) / "loss_by_position.svg").read_text().startswith("<?xml")
 
@@ -173,3 +173,150 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_scored(patched):
     save_file(weights, "source/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RopextError, match=r"model\.norm\.weight"):
         api.evaluate(["source"], lengths=(128,), data="texts", alone=True, **quiet)
+
+
+# Kept scores
+
+
+def no_model(monkeypatch):
+    from ropext import compare
+
+    monkeypatch.setattr(compare, "load_model", lambda *arguments, **more: pytest.fail("a model was loaded"))
+
+
+def test_the_same_figures_for_another_comparison_load_no_model(patched, monkeypatch):
+    first = api.evaluate([patched], lengths=(128, 512), data="texts", **quiet)
+    no_model(monkeypatch)
+    again = api.evaluate(["source", patched], lengths=(512, 256), data="texts", **quiet)
+    assert [scores.passes for scores in again.models] == [0, 0]
+    assert [scores.results[0] for scores in again.models] == [scores.results[1] for scores in first.models]
+    assert again.models[1].weights_sha256 == first.models[0].weights_sha256  # a patch touches no weight
+
+
+@pytest.mark.parametrize("change", ["weights", "config", "text", "dtype"])
+def test_whatever_a_loss_depends_on_makes_it_be_scored_anew(patched, change):
+    from safetensors.torch import load_file, save_file
+
+    asked = {"lengths": (128,), "data": "texts", "alone": True, **quiet}
+    before = api.evaluate([patched], **asked)
+    if change == "weights":
+        weights = load_file(f"{patched}/model.safetensors")
+        weights["model.norm.weight"] *= 1.5
+        save_file(weights, f"{patched}/model.safetensors", metadata={"format": "pt"})
+    elif change == "config":
+        config = json.loads(Path(patched, "config.json").read_text())
+        Path(patched, "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    elif change == "text":
+        Path("texts/one.txt").write_text("One" + Path("texts/one.txt").read_text()[3:])
+    after = api.evaluate([patched], **asked | ({"dtype": "bfloat16"} if change == "dtype" else {}))
+    assert after.models[0].passes == 1
+    assert after.models[0].results[0].nll != before.models[0].results[0].nll
+
+
+# Patches in memory
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_patches_in_memory_score_as_the_written_ones_and_cost_them_their_run(family, monkeypatch):
+    make_checkpoint(Path("base"), family)
+    methods = ("linear", "ntk", "yarn", "dynamic")
+    compared = api.evaluate(["base"], methods=methods, factor=4.0, lengths=(128, 1024), data="texts", **quiet)
+    assert compared.models[0].label == "source" and not list(Path("ropext-runs").glob("*/config.json"))
+    for scores in compared.models[1:]:
+        api.patch("base", method=scores.label, factor=4.0, out=Path(scores.label))
+        with monkeypatch.context() as kept:
+            no_model(kept)
+            written = api.evaluate([scores.label], lengths=(128, 1024), data="texts", alone=True, **quiet).models[0]
+        assert (written.results, written.by_position) == (scores.results, scores.by_position)
+        assert written.rope.wavelengths == pytest.approx(scores.rope.wavelengths, rel=1e-9)
+    written = api.evaluate(["yarn"], lengths=(128, 1024), data="texts", alone=True, rescore=True, **quiet).models[0]
+    (in_memory,) = [scores for scores in compared.models if scores.label == "yarn"]
+    assert written.results == in_memory.results
+
+
+def test_methods_are_ranked_by_their_loss_at_the_longest_length(patched):
+    asked = {"factor": 4.0, "lengths": (128, 1024, 16384), "data": "texts", **quiet}
+    found = [
+        api.evaluate(["source"], methods=names, **asked) for names in (("yarn", "pi", "ntk"), ("NTK", "linear", "yarn"))
+    ]
+    for result in found:
+        losses = [scores.results[1].nll for scores in result.models[1:]]
+        assert losses == sorted(losses) and len(losses) == 3
+        assert result.best == result.models[1].label
+        assert [pair.label for pair in result.measurement.comparisons][::2] == [s.label for s in result.models[1:]]
+    assert [scores.results for scores in found[0].models] == [scores.results for scores in found[1].models]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        ({"methods": ["yarn"]}, UsageError, "factor"),
+        ({"methods": ["yarn"], "factor": 1.0}, Refused, "1"),
+        ({"methods": ["ntkk"], "factor": 4.0}, UsageError, "ntkk"),
+        ({"methods": ["yarn", "longrope"], "factor": 4.0}, UsageError, "longrope-factors"),
+        ({"factor": 4.0}, UsageError, "add --methods"),
+        ({"methods": ["yarn"], "factor": 4.0, "max_regression": 0.02}, UsageError, "leave out"),
+        ({"alone": True, "max_regression": 0.02}, UsageError, "leave out"),
+        ({"stride": 16, "last_tokens": 8}, UsageError, "--stride"),
+        ({"stride": 16, "window": 512}, UsageError, "--stride"),
+        ({"window": 64}, UsageError, "--window"),
+        ({"last_tokens": 128}, UsageError, "--last-tokens"),
+        ({"tokens": 64}, UsageError, "--tokens"),
+        ({"documents": 0}, UsageError, "documents"),
+        ({"batch_size": 0}, UsageError, "--batch-size"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_refused_before_a_model_is_loaded(asked, error, says, monkeypatch):
+    make_checkpoint(Path("base"))
+    no_model(monkeypatch)
+    with pytest.raises(error, match=says):
+        api.evaluate(["base"], lengths=(128,), data="texts", **asked, **quiet)
+    assert not Path("ropext-runs").exists()
+
+
+# What an extension costs
+
+
+def test_a_regression_within_the_native_length_is_flagged_with_its_figure(patched, capsys):
+    from ropext import show
+    from ropext.report.words import percent
+
+    result = api.evaluate([patched], lengths=(128, 256, 1024), data="texts", **quiet)
+    pairs = {pair.length: pair for pair in result.measurement.comparisons}
+    for length, pair in pairs.items():
+        of = [next(r for r in scores.results if r.length == length) for scores in result.models]
+        assert pair.nll_difference == pytest.approx(of[1].nll - of[0].nll, rel=1e-9)
+        assert pair.perplexity_ratio == pytest.approx(of[1].perplexity / of[0].perplexity, rel=1e-9)
+    show.evaluation(result)
+    printed = capsys.readouterr().out
+    assert f"patched at 128: perplexity {percent(pairs[128].perplexity_ratio)} (" in printed
+
+
+def test_the_gate_is_judged_at_and_below_the_native_length_against_the_source(patched):
+    asked = {"lengths": (128, 256, 1024), "data": "texts", **quiet}
+    result = api.evaluate([patched], max_regression=10.0, **asked)
+    assert result.missed_gate is None
+    lost = {p.length: p.perplexity_ratio - 1 for p in result.measurement.comparisons}
+    worst = max(lost[128], lost[256])
+    assert api.evaluate([patched], max_regression=max(worst, 0) + 1e-9, **asked).missed_gate is None
+    if worst > 0:
+        missed = api.evaluate([patched], max_regression=worst - 1e-9, **asked).missed_gate
+        assert f"{100 * worst:+.2f}%" in missed and "against source" in missed
+    nothing = api.evaluate([patched], max_regression=0.5, lengths=(512,), data="texts", **quiet).missed_gate
+    assert "cannot be compared with source at any length up to its native 256" in nothing
+
+
+def test_a_missed_gate_ends_with_exit_code_4_after_the_report_is_written(patched, capsys, monkeypatch):
+    from ropext import cli, gate
+
+    monkeypatch.setattr(gate, "regression", lambda *arguments: "patched at 128 tokens: +3.00% against source")
+    monkeypatch.setattr(
+        "sys.argv",
+        ["ropext", "eval", patched, "--lengths", "128", "--data", "texts", "--max-regression", "2%", "--json"],
+    )
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 4
+    assert "ropext: --max-regression 2% is missed: patched at 128 tokens: +3.00% against source" in said.err
+    assert len(json.loads(said.out)["models"]) == 2 and list(Path("ropext-runs/reports").glob("*/report.html"))

@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Seconds each, so only where they are used.
-HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "numpy", "huggingface_hub")
+HEAVY = (
+    *("torch", "transformers", "accelerate", "matplotlib", "numpy", "huggingface_hub"),
+    *("lm_eval", "datasets", "pyarrow", "jinja2"),
+)
 
 # Top to bottom. `demo` is where the built-in checkpoint lies: a path, which imports nothing, so any room may ask it.
 # `ropext` is the package's own __init__: it offers what api holds.
@@ -22,7 +25,8 @@ ROOMS = [
     *("checkpoint", "stock", "families", "facts", "rope", "carried", "factors", "plan", "safety", "verify"),
     *("provenance", "extension", "staging", "write", "load", "loaded"),
     *("texts", "recipe", "memory", "schedule", "pack", "loss", "state", "process", "train", "run"),
-    *("cut", "score", "compare", "retrieval", "probe", "report", "export", "inspection", "workspace"),
+    *("inspection", "cut", "figures", "summary", "score", "kept", "measure", "entrant", "retrieval", "compare", "gate"),
+    *("probe", "report", "export", "workspace"),
     *("results", "api", "ropext", "show", "cli", "__main__", "demo.build"),
 ]
 

@@ -13,10 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ropext.cut import Windows, cut_windows, slide_windows
+from ropext.cut import Cut, Limits, Windows, cut_windows, slide_windows
 from ropext.errors import RopextError, UsageError
+from ropext.figures import LengthScore, PositionScore
+from ropext.measure import measure
 from ropext.pack import bos_of
-from ropext.score import score
+from ropext.score import has_changing_table
 from ropext.texts import Document
 
 VOCABULARY = 101
@@ -57,6 +59,14 @@ def build(family: str, **more: object) -> torch.nn.Module:
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
     return model
+
+
+def score(
+    model: torch.nn.Module, cut: Cut, lengths: list[int], batch_size: int = 1, progress: object = None
+) -> tuple[tuple[LengthScore, ...], tuple[PositionScore, ...]]:
+    static = not has_changing_table(model.config)
+    found = measure(lambda: model, cut, lengths, static=static, batch_size=batch_size, told=progress)
+    return found.results, found.by_position
 
 
 def float64_nll(model: torch.nn.Module, windows: Windows, length: int, fresh: bool = False) -> float:
@@ -129,13 +139,15 @@ def test_a_limit_counts_the_documents_that_give_windows_and_stops_reading_there(
             read.append(seed)
             yield document(words, seed)
 
-    windows = cut_windows(tokenizer(), stream(), [8, 32], limit=2)
+    windows = cut_windows(tokenizer(), stream(), [8, 32], Limits(documents=2))
     assert windows.documents == (document(70, 1).sha256, document(40, 3).sha256)
     assert read == [0, 1, 2, 3]
 
 
 def test_a_limit_does_not_keep_a_later_document_from_deciding_the_window() -> None:
-    windows = cut_windows(tokenizer(), [document(20, 1), document(20, 2), document(40, 3)], [8, 32], limit=1)
+    windows = cut_windows(
+        tokenizer(), [document(20, 1), document(20, 2), document(40, 3)], [8, 32], Limits(documents=1)
+    )
     assert windows.length == 32
     assert windows.documents == (document(40, 3).sha256,)
 
@@ -161,7 +173,7 @@ def test_long_text_is_neither_truncated_nor_warned_about(
 @pytest.mark.parametrize(("lengths", "limit"), [([], None), ([1], None), ([8], 0)])
 def test_nothing_to_score_is_wrong_usage(lengths: list[int], limit: int | None) -> None:
     with pytest.raises(UsageError, match="at least"):
-        cut_windows(tokenizer(), [document(20)], lengths, limit)
+        cut_windows(tokenizer(), [document(20)], lengths, Limits(documents=limit))
 
 
 # Scores
@@ -370,7 +382,7 @@ def test_a_stride_that_would_leave_tokens_out_is_wrong_usage(stride) -> None:
 
 def test_a_limit_bounds_the_documents_of_each_length_of_a_sliding_window() -> None:
     texts = [document(40, 1), document(80, 2), document(90, 3), document(99, 4)]
-    slides = slide_windows(tokenizer(), iter(texts), [32, 64], 16, limit=2)
+    slides = slide_windows(tokenizer(), iter(texts), [32, 64], 16, Limits(documents=2))
     near, far = slides.passes([32, 64], together=True)
     assert [slides.documents[owner] for owner in sorted(set(near.owners))] == [texts[0].sha256, texts[1].sha256]
     assert [slides.documents[owner] for owner in sorted(set(far.owners))] == [texts[1].sha256, texts[2].sha256]

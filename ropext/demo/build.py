@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sysconfig
 import time
@@ -28,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ropext.cut import cut_windows
 from ropext.lengths import parse_length
 from ropext.load import load_model, load_tokenizer
-from ropext.score import score
+from ropext.measure import measure
 from ropext.texts import LEFT_OUT, Document, built_in, without_copies
 
 VOCABULARY = 4096
@@ -277,11 +276,9 @@ def write_card(out: Path) -> None:
     """README.md of the checkpoint: what it is, bits per byte on the held-out split, loss by position up to 8192."""
     model, tokenizer = load_model(out), load_tokenizer(out)
     near = cut_windows(tokenizer, built_in("held-out"), [NATIVE_LENGTH])
-    (at_native,), _ = score(model, near, [NATIVE_LENGTH])
-    size = sum(len(str(tokenizer.decode(row[1:])).encode()) for row in near.ids)  # every token but the BOS is scored
-    nll = at_native.nll or math.nan
+    (at_native,) = measure(lambda: model, near, [NATIVE_LENGTH], static=True).results
     far = cut_windows(tokenizer, built_in("held-out"), [4 * NATIVE_LENGTH])
-    _, by_position = score(model, far, [4 * NATIVE_LENGTH])
+    by_position = measure(lambda: model, far, [4 * NATIVE_LENGTH], static=True).by_position
     run = json.loads((out / "work" / "run.json").read_text())
     card = CARD.format(
         parameters=model.num_parameters() / 1e6,
@@ -291,8 +288,8 @@ def write_card(out: Path) -> None:
         python=run["python"],
         copies=COPY_SHARE,
         held_out=platform.python_version(),
-        bits=nll * at_native.tokens / math.log(2) / size,
-        nll=nll,
+        bits=at_native.bits_per_byte,
+        nll=at_native.nll,
         windows=at_native.windows,
         documents=at_native.documents,
         far_windows=len(far.ids),

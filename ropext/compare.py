@@ -47,23 +47,6 @@ class Tasks:
     threshold: float = THRESHOLD  # score that an effective length asks for
     include_path: Path | None = None  # folder of lm-eval tasks of the user's
 
-    def run(
-        self, model: Callable[[], PreTrainedModel], path: Path, lengths: Sequence[int], batch_size: int
-    ) -> tuple[TaskScore, ...]:
-        """The scores of each task on one model; `model` is called only where there is a task."""
-        if not self.names:
-            return ()
-        return run_tasks(
-            model(),
-            load_tokenizer(path),
-            self.names,
-            lengths=lengths,
-            samples=self.samples,
-            seed=self.seed,
-            include_path=self.include_path,
-            batch_size=batch_size,
-        )
-
     def protocol(self) -> dict[str, object]:
         """How they were made; empty without any."""
         return {"samples": self.samples, "seed": self.seed, "threshold": self.threshold} if self.names else {}
@@ -155,7 +138,7 @@ class Comparison:
         self, entrant: Entrant, cut: Cut, models: _Models, team: Team, say: Say, progress: Progress | None
     ) -> tuple[ModelScores, Measured]:
         """Every figure of one entrant."""
-        path = entrant.checkpoint.path
+        path, label = entrant.checkpoint.path, entrant.label
         config = stock_config(entrant.config)
         static = not has_changing_table(config)
         notes = list(self._notes(entrant, cut, config, static))
@@ -172,9 +155,22 @@ class Comparison:
             shelf=self._shelf(weights, entrant, cut, models.kind),
             rescore=self.rescore,
             team=team,
-            told=None if progress is None else lambda done, total: progress(entrant.label, done, total),
+            told=None if progress is None else lambda done, total: progress(label, done, total),
         )
-        tasks = self.tasks.run(lambda: models.of(entrant), path, self.lengths, self.batch_size)
+        tasks: tuple[TaskScore, ...] = ()
+        if self.tasks.names:
+            tasks = run_tasks(
+                models.of(entrant),
+                load_tokenizer(path),
+                self.tasks.names,
+                lengths=self.lengths,
+                samples=self.tasks.samples,
+                seed=self.tasks.seed,
+                include_path=self.tasks.include_path,
+                batch_size=self.batch_size,
+                team=team,
+                progress=None if progress is None else lambda done, total: progress(f"{label} tasks", done, total),
+            )
         scores = ModelScores(
             model=str(path),
             label=entrant.label,

@@ -368,7 +368,7 @@ def test_several_processes_share_the_documents_and_agree(tmp_path):
     (tmp_path / "teamed.py").write_text(TEAMED)
     for size in (1, 2):
         (tmp_path / str(size)).mkdir()
-        launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"] if size == 2 else []
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if size == 2 else []
         command = [sys.executable, *launch, str(tmp_path / "teamed.py"), str(tmp_path / str(size))]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
         assert done.returncode == 0, done.stderr[-2000:]

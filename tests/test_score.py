@@ -326,10 +326,11 @@ def test_a_table_that_changes_with_the_length_gets_a_fresh_state_for_every_pass(
     assert by_position[-1].end == 128
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2"])
 @pytest.mark.parametrize("stride", [1, 7, 32])
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_sliding_window_equals_a_float64_loop_over_the_documents(stride, bos) -> None:
-    model, texts = build("llama"), [document(75, 1), document(33, 2), document(20, 3)]
+def test_a_sliding_window_equals_a_float64_loop_over_the_documents(family, stride, bos) -> None:
+    model, texts = build(family), [document(75, 1), document(33, 2), document(20, 3)]
     slides = slide_windows(tokenizer(bos=bos, adds=bos), texts, [64, 32], stride)
     results, _ = score(model, slides, [64, 32], batch_size=4)
     for result in results:
@@ -372,6 +373,15 @@ def test_a_sliding_window_of_its_own_length_is_consecutive_windows_and_the_rest(
     (sliding,), blocks = score(model, slides, [32])
     assert sliding.tokens == 62 and sliding.windows == 2
     assert len(windows.ids) == 2 and blocks[0].tokens == 62
+
+
+def test_rows_of_unequal_length_in_half_precision_are_scored_as_each_alone() -> None:
+    model = build("llama").half()
+    slides = slide_windows(tokenizer(), [document(75, 1), document(33, 2), document(70, 3)], [32], 16)
+    (alone,), _ = score(model, slides, [32])
+    (together,), _ = score(model, slides, [32], batch_size=8)
+    assert {len(row) for row in slides.passes([32], together=True)[0].rows} == {32, 28, 23, 18}
+    assert together.nll == pytest.approx(alone.nll, rel=1e-3) and together.tokens == alone.tokens
 
 
 @pytest.mark.parametrize("stride", [0, -1, 33])

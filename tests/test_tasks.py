@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ropext.demo import CHECKPOINT
 from ropext.errors import UsageError
 from ropext.retrieval.documents import ANSWER_TOKENS, CHOICES, DEPTHS, FROM_HAYSTACK, make_documents
-from ropext.retrieval.puzzles import PUZZLES
+from ropext.retrieval.puzzles import NOISE, PUZZLES
 from tests.tiny import make_checkpoint
 
 # How the line that holds the answer begins, from what the question asks for.
@@ -48,6 +48,16 @@ def test_prompt_and_answer_fill_the_length_up_to_one_line_whatever_the_bos(task,
         line = max(len(line) + 1 for line in doc["prompt"].splitlines()[1:-1])
         assert 3000 - 1.5 * line < used <= 3000
         assert len(f" {doc['answer']}") <= ANSWER_TOKENS
+
+
+@pytest.mark.parametrize("bos", ["adds", "has"])
+def test_no_length_is_exceeded_by_as_little_as_the_bos(bos, tmp_path):
+    bytewise = AutoTokenizer.from_pretrained(make_checkpoint(tmp_path, bos=bos))
+    unused = set()
+    for length in range(1000, 1000 + len(NOISE) + 1):
+        (doc,) = documents("passkey", bytewise, length=length, samples=1)
+        unused.add(length - ANSWER_TOKENS - len(doc["prompt"].encode()) - (bos == "adds"))
+    assert unused == set(range(len(NOISE) + 1))
 
 
 @pytest.mark.parametrize("task", PUZZLES)

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-Cache = dict[
-    str, Any
-]  # transformers' cache under the name that it goes in and comes out by; empty before the first run
+Cache = dict[str, Any]  # transformers' cache under the name that it goes in and comes out by; empty at first
 _CACHES = ("cache", "past_key_values")  # that name, the newer one first
 
 

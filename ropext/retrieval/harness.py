@@ -52,7 +52,9 @@ def as_lm(
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
             return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
-        def _loglikelihood_tokens(self, requests: Any, *_: Any, **__: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(
+            self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None
+        ) -> list[tuple[float, bool]]:
             places: dict[tuple[int, ...], list[int]] = {}
             for place, (_text, context, _continuation) in enumerate(requests):
                 places.setdefault(tuple(context), []).append(place)
@@ -60,7 +62,8 @@ def as_lm(
             for context, own in places.items():
                 scored = answers.log_likelihoods(context, [requests[place][2] for place in own])
                 found |= zip(own, scored, strict=True)
-                heard(len(found), len(requests))
+                if override_bs is None:  # else a part of a rolling request
+                    heard(len(found), len(requests))
             return [found[place] for place in range(len(requests))]
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:

@@ -75,6 +75,7 @@ def run_tasks(
             with _naming(f"cannot run the task {name}"):  # on rank 0 alone lm-eval gives results
                 results: Any = evaluator.evaluate(lm, found, bootstrap_iters=BOOTSTRAPS)
                 scores += team.first(_scores(results) if team.rank == 0 else [])
+            told(1, 1)
             done += size
     return tuple(scores)
 

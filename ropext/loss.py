@@ -33,7 +33,7 @@ def token_losses(model: PreTrainedModel, ids: Tensor, block: int = HEAD_BLOCK) -
     import torch.nn.functional as F
 
     with torch.no_grad():
-        weight, bias = _head(model)
+        weight, bias = head_weights(model)
         hidden = hidden_states(model, ids)[:, :-1].flatten(0, 1)  # [N, D]
         blocks = zip(hidden.split(block), ids[:, 1:].flatten().split(block), strict=True)
         parts = [_softmax_terms(F.linear(rows.float(), weight, bias), targets) for rows, targets in blocks]
@@ -51,7 +51,7 @@ def mean_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
     import torch.nn.functional as F
     from torch.nn import LinearCrossEntropyOptions
 
-    weight, bias = _head(model)
+    weight, bias = head_weights(model)
     loss: Tensor = F.linear_cross_entropy(
         hidden_states(model, ids)[:, :-1].flatten(0, 1).float(),  # bf16 here would give a bf16 loss
         weight,
@@ -72,7 +72,7 @@ def check_head(model: PreTrainedModel) -> None:
 
     if getattr(model.get_output_embeddings(), "weight", None) is None:
         raise RopextError(f"a loss needs an output head with one weight matrix: {type(model).__name__} has none")
-    weight, bias = _head(model)
+    weight, bias = head_weights(model)
     ramp = torch.linspace(-100, 100, weight.shape[0], device=weight.device)
     ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
     with torch.no_grad():
@@ -86,7 +86,7 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+def head_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """Weight `[V, D]` and bias `[V]` of the output head in float32."""
     head = model.get_output_embeddings()
     bias = getattr(head, "bias", None)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ropext.errors import RopextError
 from ropext.load import refresh_rotary
-from ropext.loss import HEAD_BLOCK, _head, check_head
+from ropext.loss import HEAD_BLOCK, head_weights, check_head
 from ropext.score import has_changing_table
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Answers:
         check_head(model)
         self.model, self.batch_size = model, batch_size
         self.changing = has_changing_table(model.config)
-        self.weight, self.bias = _head(model)
+        self.weight, self.bias = head_weights(model)
 
     def log_likelihoods(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]

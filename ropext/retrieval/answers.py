@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ropext.errors import RopextError
 from ropext.load import refresh_rotary
-from ropext.loss import HEAD_BLOCK, head_weights, check_head
+from ropext.loss import HEAD_BLOCK, check_head, head_weights
 from ropext.score import has_changing_table
 
 if TYPE_CHECKING:

@@ -272,7 +272,7 @@ def test_contexts_tasks_and_effective_lengths_follow_where_they_were_measured():
     assert "passkey_likelihood (acc; n = 100, chance 0.10)" in lines
     assert ["8192", "0.08", "0.59", "0.96"] in rows
     assert ["passkey_likelihood", "(at", "least", "0.9)", "2048", "2048", "8192"] in rows
-    assert "source: 8192 tokens are beyond its window of 2048" in lines
+    assert not [line for line in lines if "beyond its window" in line]  # notes are said while models are scored
     assert not any("last" in line or "Effective" in line for line in lines_of(GAPS))
 
 
@@ -432,3 +432,19 @@ def test_the_gain_is_that_of_the_longest_length_within_the_new_window():
     (figure_, word, lines) = said(measurement(models, pairs[1:]))["Long context"]
     assert (figure_, word) == ("perplexity +200.0%", "worse")
     assert lines.endswith("4096 tokens are beyond the window of tuned")
+
+
+@pytest.mark.parametrize(
+    ("longest", "ratio", "advised"),
+    [(2048, 1.056, True), (8192, 1.056, False), (2048, 0.95, False), (512, 1.056, False)],
+)
+def test_a_model_that_serves_more_than_was_asked_for_and_pays_at_short_is_advised_the_smallest_factor(
+    longest, ratio, advised
+):
+    lengths = sorted({512, longest})
+    models = [scores(label, [figure(length, 3.0) for length in lengths]) for label in ("source", "patched")]
+    found = measurement(models, [pair("patched", 512, ratio)])
+    line = "if 2048 are enough, `ropext patch --to 2048` takes the smallest factor that serves them, 4."
+    assert (line in " ".join(printed(found).split())) is advised
+    short = next(one for one in statements(found) if one.title.startswith("Short"))
+    assert any(line in text for text in short.lines) is advised

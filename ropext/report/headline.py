@@ -82,7 +82,7 @@ def _short(measurement: Measurement) -> Statement:
     pair, change = max(found, key=lambda one: one[1].size)
     lengths = sorted(pair.length for pair, _ in found)
     worst = [f"the worst of {words.listed([str(length) for length in lengths])} tokens"] if len(lengths) > 1 else []
-    return _compared("Short context", measurement, definition, pair, change, worst)
+    return _compared("Short context", measurement, definition, pair, change, [*worst, *words.advice(measurement)])
 
 
 def _pairs(measurement: Measurement) -> list[tuple[Paired, Change]]:

@@ -37,8 +37,8 @@ def table(measurement: Measurement) -> Group:
     others = [grids.other_tasks(measurement), grids.effective_lengths(measurement)]
     for grid in [*grids.contexts(measurement).values(), *grids.tasks_by_length(measurement), *filter(None, others)]:
         parts += _titled(grid)
-    below = [perplexity.note] if perplexity else []
-    return Group(*parts, Text("\n".join(below + words.gaps(measurement) + words.notes(measurement))))
+    below = words.advice(measurement) + ([perplexity.note] if perplexity else [])
+    return Group(*parts, Text("\n".join(below + words.gaps(measurement))))
 
 
 def comparison_lines(measurement: Measurement) -> list[str]:

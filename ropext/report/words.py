@@ -130,3 +130,25 @@ def notes(measurement: Measurement) -> list[str]:
         for note in scores.notes:
             found.setdefault(note, []).append(scores.label)
     return [f"{', '.join(labels)}: {note}" for note, labels in found.items()]
+
+
+def advice(measurement: Measurement) -> list[str]:
+    """Where the judged model loses within the trained length and serves more than was asked for: the factor that the
+    asked lengths need."""
+    first, judged = measurement.first_and_judged
+    native, window = first.native_length, judged.window
+    lengths = [figure.length for figure in judged.results if figure.nll is not None]
+    worse = any(
+        pair.label == judged.label
+        and native
+        and pair.length <= native
+        and (found := change(pair))
+        and found.word == "worse"
+        for pair in measurement.comparisons
+    )
+    if not (worse and native and window and native < max(lengths, default=0) < window):
+        return []
+    return [
+        f"{judged.label} serves {window} tokens and pays for them at short context: if {max(lengths)} are enough, "
+        f"`ropext patch --to {max(lengths)}` takes the smallest factor that serves them, {max(lengths) / native:g}."
+    ]

@@ -1,17 +1,18 @@
-"""Documents -> windows of one exact length, and the windows of each optimizer step.
+"""Documents as tokens, and windows of one exact length that are cut from them.
 
 A window is cut from one document, so no token sees another document and positions run from 0 to length - 1 without a
-reset. Shapes: N tokens of all documents, W windows, B windows in a step, T tokens in a window.
+reset. Shapes: N tokens of all documents, W windows.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ropext.errors import Refused, RopextError
+from ropext.feed import UNSCORED, Batch, Feed, row_numbers
 from ropext.lengths import format_length
 from ropext.schedule import Stage
 from ropext.texts import Document
@@ -31,15 +32,23 @@ class Corpus:
     tokens: NDArray[np.int32]  # `[N]`, without any special token that a tokenizer adds
     ends: NDArray[np.int64]  # of each document, in tokens
     bos: int | None  # begins each window, where the tokenizer's convention has one
+    answers: NDArray[np.bool_] | None = None  # `[N]`, of conversations: the tokens that are to be predicted
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Tokens of each document."""
+        import numpy as np
+
+        return np.diff(self.ends, prepend=0)
 
     def windows(self, length: int) -> Windows:
         """Consecutive whole windows of each document; a remainder, or a shorter document, gives none."""
         import numpy as np
 
+        assert self.answers is None, "a conversation is packed, so that it is never cut in its middle"
         body = length - (self.bos is not None)
-        begins = np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
-        counts = (self.ends - begins) // body if body > 0 else np.zeros_like(begins)
-        starts = [begin + body * np.arange(count) for begin, count in zip(begins, counts, strict=True)]
+        counts = self.sizes // body if body > 0 else np.zeros_like(self.ends)
+        starts = [begin + body * np.arange(count) for begin, count in zip(self.ends - self.sizes, counts, strict=True)]
         return Windows(
             length=length,
             corpus=self,
@@ -47,15 +56,56 @@ class Corpus:
             documents=int((counts > 0).sum()),
         )
 
+    def piece(self, start: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """So many tokens from a place on, after a BOS where there is one: ids, and the labels of all but the first."""
+        import numpy as np
+
+        body = slice(start, start + size)
+        head = np.asarray([] if self.bos is None else [self.bos], np.int64)
+        ids = np.concatenate([head, self.tokens[body]])
+        labels = ids.copy()
+        if self.answers is not None:
+            labels[len(head) :][~self.answers[body]] = UNSCORED
+        labels[:1] = UNSCORED
+        return ids, labels
+
+    def without_ends(self, cuts: Mapping[int, int]) -> Corpus:
+        """The corpus with so many tokens less at the end of each of these documents, by their number."""
+        import numpy as np
+
+        kept = np.ones(len(self.tokens), np.bool_)
+        for number, size in cuts.items():
+            kept[self.ends[number] - size : self.ends[number]] = False
+        return replace(
+            self,
+            tokens=self.tokens[kept],
+            ends=np.cumsum(kept, dtype=np.int64)[self.ends - 1],
+            answers=None if self.answers is None else self.answers[kept],
+        )
+
+    def digest(self, rows: str, *arrays: NDArray[np.int64]) -> str:
+        """Identity of what is cut from these tokens: hex sha256."""
+        found = hashlib.sha256(f"{rows} {self.bos} ".encode())
+        for array in (self.tokens, *arrays, *(() if self.answers is None else (self.answers,))):
+            found.update(array.tobytes())
+        return found.hexdigest()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Windows:
-    """Every distinct window of one length."""
+    """Every distinct window of one length: a feed of rows that are one piece of a document each."""
 
     length: int  # tokens, the BOS included
     corpus: Corpus
     starts: NDArray[np.int64]  # `[W]`, places in corpus.tokens
     documents: int  # that are long enough to give a window
+
+    packed = skips = False
+
+    @property
+    def supply(self) -> int:
+        """Distinct windows."""
+        return len(self.starts)
 
     @property
     def share_long_enough(self) -> float:
@@ -68,30 +118,29 @@ class Windows:
         return self.length - 1
 
     @property
+    def largest_distance(self) -> int:
+        """From the last token of a window to its first."""
+        return self.length - 1
+
+    @property
     def sha256(self) -> str:
         """Identity of the windows, whatever files they came from: hex digest of their tokens and bounds."""
-        digest = hashlib.sha256(f"{self.length} {self.corpus.bos} ".encode())
-        for array in (self.corpus.tokens, self.starts):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
+        return self.corpus.digest(str(self.length), self.starts)
 
-    def batch(self, *, seed: int, stage: int, step: int, size: int) -> NDArray[np.int64]:
-        """The windows of one optimizer step, the same whenever it is asked for: `[B, T]`.
-
-        Each epoch is a permutation of all windows that depends on the seed, the number of the stage and of the epoch.
-        """
+    def batch(self, *, seed: int, stage: int, step: int, size: int) -> Batch:
+        """The windows of one optimizer step, the same whenever it is asked for: B = `size`."""
         import numpy as np
 
-        places = range(step * size, (step + 1) * size)
-        orders = {
-            epoch: np.random.default_rng((seed, stage, epoch)).permutation(len(self.starts))
-            for epoch in {place // len(self.starts) for place in places}
-        }
-        numbers = [orders[place // len(self.starts)][place % len(self.starts)] for place in places]
-        head = [] if self.corpus.bos is None else [self.corpus.bos]
-        body = self.length - len(head)
-        rows = [self.corpus.tokens[start : start + body] for start in self.starts[numbers]]
-        return np.stack([np.concatenate([np.asarray(head, np.int64), row]) for row in rows])
+        numbers = row_numbers(self.supply, seed=seed, stage=stage, step=step, size=size)
+        body = self.length - (self.corpus.bos is not None)
+        ids, labels = zip(*(self.corpus.piece(start, body) for start in self.starts[numbers]), strict=True)
+        return Batch(ids=np.stack(ids), labels=np.stack(labels))
+
+    def described(self) -> str:
+        """The windows, for one line."""
+        return (
+            f"{self.supply} windows of {self.length} tokens, in {self.documents} of {len(self.corpus.ends)} documents"
+        )
 
 
 def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -176,15 +225,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) 
     return Corpus(tokens=np.concatenate(ids), ends=ends, bos=bos)
 
 
-def check_supply(windows: Sequence[Windows], stages: Sequence[Stage]) -> None:
-    """Raises Refused unless each stage has enough distinct windows to repeat none more than `MOST_EPOCHS` times."""
-    for found, stage in zip(windows, stages, strict=True):
+def check_supply(feeds: Sequence[Feed], stages: Sequence[Stage]) -> None:
+    """Raises Refused unless each stage has enough distinct rows to repeat none more than `MOST_EPOCHS` times."""
+    for feed, stage in zip(feeds, stages, strict=True):
         needed = stage.steps * stage.batch
-        if len(found.starts) * MOST_EPOCHS < needed:
+        if feed.supply * MOST_EPOCHS < needed:
             length = format_length(stage.length)
             raise Refused(
-                f"the {length} stage needs {-(-needed // MOST_EPOCHS)} distinct windows of {stage.length} tokens "
-                f"({needed} in all, each at most {MOST_EPOCHS} times): found {len(found.starts)}, in "
-                f"{found.documents} of {len(found.corpus.ends)} documents; give more long documents with --data, lower "
-                f"--tokens-per-stage or --steps-per-stage, or leave {length} out of --schedule"
+                f"the {length} stage needs {-(-needed // MOST_EPOCHS)} distinct windows of {feed.length} tokens "
+                f"({needed} in all, each at most {MOST_EPOCHS} times): found {feed.described()}; give more long "
+                f"documents with --data, lower --tokens-per-stage or --steps-per-stage, or leave {length} out of "
+                "--schedule"
             )

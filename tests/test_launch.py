@@ -1,4 +1,4 @@
-"""Evaluation in several processes: the figures of one, each window scored once, one report, one voice."""
+"""Evaluation and training in several processes: the figures of one, each window used once, one writer, one voice."""
 
 from __future__ import annotations
 
@@ -57,3 +57,44 @@ def test_three_processes_score_22_windows_once_and_give_the_figures_of_one(tmp_p
             assert figure["nll"] == pytest.approx(expected["nll"], rel=1e-6)
     refused = launched(2, "eval", "default", "--lengths", "512", "--data", "texts", "--out", "report")
     assert refused.returncode != 0 and refused.stderr.count("an existing output is not overwritten") == 1
+
+
+def curves(run: str) -> dict[str, list[float]]:
+    """What TensorBoard shows of a run, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(f"{run}/logs/finetune")
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in ("loss", "learning_rate", "gradient_norm")}
+
+
+def test_two_processes_train_as_one_does(tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    words = " ".join(f"{word} {number}" for number, word in enumerate(["alpha", "beta", "gamma"] * 900))
+    Path("text.txt").write_text(words)
+    make_checkpoint(Path("source"), tie_word_embeddings=True)
+    api.patch("source", method="linear", factor=4.0, out=Path("patched"))
+    asked = {
+        "schedule": (256, 1024),
+        "data": "text.txt",
+        "steps_per_stage": 3,
+        "batch_tokens": 3072,
+        "learning_rate": 1e-3,
+    }
+    one = api.finetune("patched", **asked, out=Path("one"), progress=False, say=lambda line: None)
+    options = ("--schedule", "256,1k", "--data", "text.txt", "--steps-per-stage", "3", "--batch-tokens", "3072")
+    done = launched(2, "finetune", "patched", *options, "--learning-rate", "1e-3", "--out", "two", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for mine, theirs in zip(found["stages"], one.stages, strict=True):
+        assert [mine["loss_first"], mine["loss_last"]] == pytest.approx([theirs.loss_first, theirs.loss_last], rel=1e-5)
+    mine, theirs = curves("two.run"), curves("one.run")
+    assert mine["learning_rate"] == theirs["learning_rate"] and len(mine["loss"]) == 6
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert mine["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
+    weights, expected = load_file("two/model.safetensors"), load_file("one/model.safetensors")
+    assert set(weights) == set(expected)
+    for name, tensor in weights.items():
+        assert (tensor - expected[name]).abs().max() < 1e-5, name

@@ -24,7 +24,7 @@ def corpus(lengths, bos=None):
 def everything(windows, *, seed=0, stage=0, epoch=0):
     """All windows of one epoch, by their first document token."""
     size = len(windows.starts)
-    batch = windows.batch(seed=seed, stage=stage, step=epoch, size=size)
+    batch = windows.batch(seed=seed, stage=stage, step=epoch, size=size).ids
     return batch[np.argsort(batch[:, -1])]
 
 
@@ -49,7 +49,7 @@ def test_a_bos_counts_as_a_token_of_its_window():
 def test_each_epoch_uses_every_window_once_in_an_order_of_its_own():
     windows = corpus([400]).windows(4)
     orders = {
-        name: windows.batch(seed=seed, stage=stage, step=epoch, size=100)[:, 0].tolist()
+        name: windows.batch(seed=seed, stage=stage, step=epoch, size=100).ids[:, 0].tolist()
         for name, seed, stage, epoch in (("a", 0, 0, 0), ("seed", 1, 0, 0), ("stage", 0, 1, 0), ("epoch", 0, 0, 1))
     }
     assert all(sorted(order) == list(range(1, 401, 4)) for order in orders.values())
@@ -58,9 +58,22 @@ def test_each_epoch_uses_every_window_once_in_an_order_of_its_own():
 
 def test_the_batch_of_a_step_needs_no_step_before_it_and_epochs_join_without_a_gap():
     windows = corpus([28]).windows(4)
-    whole = windows.batch(seed=5, stage=0, step=0, size=21)
-    alone = [windows.batch(seed=5, stage=0, step=step, size=3) for step in range(7)]
+    whole = windows.batch(seed=5, stage=0, step=0, size=21).ids
+    alone = [windows.batch(seed=5, stage=0, step=step, size=3).ids for step in range(7)]
     assert np.array_equal(np.concatenate(alone), whole)
+
+
+def test_windows_and_their_order_are_those_that_earlier_releases_trained_on():
+    windows = corpus([21, 3, 16], bos=0).windows(4)  # a run that they began resumes with the same batches
+    assert windows.sha256 == "5b5f86bba424753a45ff819e18ebed0cb4c30a471230ee05574cad6f7a2483e7"
+    found = windows.batch(seed=7, stage=1, step=2, size=3)
+    assert found.ids.tolist() == [[0, 19, 20, 21], [0, 28, 29, 30], [0, 31, 32, 33]] and found.ids.dtype == np.int64
+
+
+def test_every_token_of_a_window_but_the_first_has_its_label():
+    found = corpus([10]).windows(4).batch(seed=0, stage=0, step=0, size=2)
+    assert found.labels[:, 1:].tolist() == found.ids[:, 1:].tolist() and found.labels[:, 0].tolist() == [-100, -100]
+    assert found.positions is None and not found.packed and found.scored == 6
 
 
 def test_equal_text_has_the_same_identity_and_any_change_another():
@@ -73,14 +86,17 @@ def test_equal_text_has_the_same_identity_and_any_change_another():
 def test_too_little_long_text_is_refused_with_what_was_found_and_needed():
     windows = corpus([9, 9, 2]).windows(4)
     stage = Stage(length=4, factor=1.0, steps=17, tokens=68, batch=1)
-    with pytest.raises(Refused, match=r"the 4 stage needs 5 distinct windows of 4 tokens.*found 4, in 2 of 3"):
+    with pytest.raises(
+        Refused,
+        match=r"the 4 stage needs 5 distinct windows of 4 tokens.*found 4 windows of 4 tokens, in 2 of 3 documents",
+    ):
         check_supply([windows], [stage])
     check_supply([windows], [Stage(length=4, factor=1.0, steps=16, tokens=64, batch=1)])
 
 
 def test_a_stage_longer_than_every_document_is_refused():
     stage = Stage(length=16, factor=1.0, steps=1, tokens=16, batch=1)
-    with pytest.raises(Refused, match="found 0, in 0 of 2 documents"):
+    with pytest.raises(Refused, match="found 0 windows of 16 tokens, in 0 of 2 documents"):
         check_supply([corpus([9, 9]).windows(16)], [stage])
 
 
@@ -105,7 +121,7 @@ def test_windows_begin_with_a_bos_only_where_the_tokenizer_adds_one(tmp_path, bo
         == encode(tokenizer, text, found.bos).tolist()
         == tokenizer(text)["input_ids"][len(first) :]
     )
-    row = found.windows(64).batch(seed=0, stage=0, step=0, size=1)[0]
+    row = found.windows(64).batch(seed=0, stage=0, step=0, size=1).ids[0]
     assert row.tolist()[: len(first)] == first and 0 not in row[len(first) :] and len(row) == 64
 
 

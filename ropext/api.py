@@ -243,6 +243,8 @@ def finetune(
         raise Refused(f"fine-tuning a multimodal checkpoint is not built yet: {facts.model_type} has {facts.section}")
     if data is None and not workspace.is_built_in_lineage(source):
         raise UsageError("fine-tuning needs text: add --data with a text file, a folder, a .jsonl or a .parquet file")
+    if keep < 1:
+        raise UsageError(f"--keep is at least 1, or a stopped run has nothing to go on from: found {keep}")
     material = Material(
         data=data,
         text_field=text_field,

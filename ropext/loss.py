@@ -76,6 +76,7 @@ def as_loss(model: PreTrainedModel) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.model = model
+            self._no_split_modules = model._no_split_modules  # what Accelerate shards by: whole decoder layers
 
         def forward(self, ids: Tensor, labels: Tensor | None = None, **more: Tensor) -> Tensor:
             if labels is None:

@@ -6,7 +6,7 @@ Each returns a frozen result and raises the errors of `ropext.errors`. Lengths a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # each command pays for the rooms that it uses
     from ropext.entrant import Entrant
     from ropext.inspection import Inspection
     from ropext.loaded import ModelPatchResult
-    from ropext.texts import Document
 
 SCORES = workspace.RUNS / "scores"  # kept losses, and hashes of weights
 Say = Callable[[str], None]
@@ -191,11 +190,21 @@ def finetune(
     schedule: Sequence[int],
     data: str | None = None,
     text_field: str = "text",
+    chat: bool = False,
+    pack: bool = False,
+    pose: bool = False,
+    short_data: str | None = None,
+    short_share: float = 0.4,
+    held_out: str | None = None,
+    lora: int | None = None,
+    gate: float | None = None,
+    fresh_optimizer: bool = False,
     tokens_per_stage: int | None = None,
     steps_per_stage: int | None = None,
     batch_tokens: int | None = None,
     learning_rate: float | None = None,
     save_every: float = 600.0,
+    keep: int = 2,
     seed: int = 0,
     out: Path | None = None,
     resume: bool = False,
@@ -205,15 +214,26 @@ def finetune(
 ) -> FinetuneResult:
     """Train a patched checkpoint in growing stages; `out` gets the last stage's checkpoint, `out`.run the others.
 
-    `learning_rate` defaults to what the published recipes use, scaled to the model's width; `save_every` is in seconds.
+    `chat` takes rows of messages and learns the answers, `pack` lets short documents share rows, `pose` skips positions
+    in rows of the native length, `short_data` is mixed in as `short_share` of the rows. `held_out` names text to score
+    before and after each stage; left out, some of `data` is kept back. With a `gate` (0.03 is 3%) a stage ends when
+    that text's perplexity is no more than so much above the source's at short context, and its loss at the new length
+    has stopped falling. `lora` is a rank; `out` is then the merged checkpoint, `out`.adapter the adapter.
+    `learning_rate` defaults to what the published recipes use, scaled to the model's width; `save_every` is in seconds,
+    `keep` bounds the saved states. Under torchrun or accelerate launch all processes share each step's batch.
     Raises Refused before the first step for a schedule, text or checkpoint that cannot work.
     """
     from ropext.extension import Extension
     from ropext.kept import weights_identity
+    from ropext.material import Material
+    from ropext.process import join_team
     from ropext.run import Run
     from ropext.schedule import plan_stages
     from ropext.train import Settings
 
+    team = join_team(device)
+    if team.rank:
+        say = _silent
     choice = workspace.for_finetune() if model is None else workspace.named(model)
     say(f"model     {choice.model} ({choice.why})")
     source = open_checkpoint(choice.path)
@@ -221,8 +241,21 @@ def finetune(
     judge_source(source, facts).require()
     if facts.section is not None:
         raise Refused(f"fine-tuning a multimodal checkpoint is not built yet: {facts.model_type} has {facts.section}")
-    documents, data_name = _training_data(source, data, text_field)
-    say(f"data      {data_name}")
+    if data is None and not workspace.is_built_in_lineage(source):
+        raise UsageError("fine-tuning needs text: add --data with a text file, a folder, a .jsonl or a .parquet file")
+    if keep < 1:
+        raise UsageError(f"--keep is at least 1, or a stopped run has nothing to go on from: found {keep}")
+    material = Material(
+        data=data,
+        text_field=text_field,
+        chat=chat,
+        packed=pack,
+        skips=pose,
+        short_data=short_data,
+        short_share=short_share,
+        held_out=held_out,
+    )
+    say(f"data      {material.name}")
     extension = Extension.of(source, facts)
     destination = out or workspace.RUNS / f"{choice.name}-tuned"
     check_destination(destination, source.path)
@@ -230,13 +263,13 @@ def finetune(
         source=source,
         model=choice.model,
         extension=extension,
-        documents=tuple(documents),
-        data=data_name,
+        material=material,
         stages=plan_stages(
             schedule,
             native_length=extension.native_length,
             window=extension.window,
             progressive=extension.progressive,
+            skips=pose,
             tokens_per_stage=tokens_per_stage,
             steps_per_stage=steps_per_stage,
             batch_tokens=batch_tokens,
@@ -246,17 +279,24 @@ def finetune(
             seed=seed,
             source=weights_identity(source, SCORES),
             save_every=save_every,
+            keep=keep,
+            gate=gate,
+            fresh=fresh_optimizer,
             progress=progress,
         ),
         out=destination,
+        team=team,
+        lora=lora,
     )
     return FinetuneResult(
         source=choice.model,
         out=str(destination),
-        data=data_name,
+        data=material.name,
         learning_rate=run.settings.peak_rate,
         stages=run.train(device=device, resume=resume, say=say),
+        adapter=str(run.adapter) if lora else None,
         logs=str(run.folder / "logs"),
+        written=team.rank == 0,
         native_length=max(facts.native_length, *schedule),
     )
 
@@ -270,17 +310,6 @@ def _rate(source: Checkpoint, stated: float | None) -> float:
     if stated is None or not 0 < stated < math.inf:
         raise UsageError(f"--learning-rate is a number above 0: found {stated}")
     return stated
-
-
-def _training_data(source: Checkpoint, data: str | None, text_field: str) -> tuple[Iterable[Document], str]:
-    """Documents to train on and their name; the built-in corpus serves the built-in checkpoint's lineage only."""
-    from ropext.texts import built_in, read_documents
-
-    if data is not None:
-        return read_documents(data, text_field), data
-    if workspace.is_built_in_lineage(source):
-        return built_in("training"), "the built-in corpus, training split"
-    raise UsageError("fine-tuning needs text: add --data with a text file, a folder or a .jsonl file")
 
 
 def evaluate(

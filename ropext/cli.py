@@ -120,11 +120,24 @@ def finetune(
     schedule: Annotated[str | None, typer.Option(help="Growing stage lengths, such as 2k,4k,8k.")] = None,
     data: Data = None,
     text_field: TextField = "text",
+    chat: Annotated[bool, typer.Option("--chat", help="Rows of messages; only the answers are learnt.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Short documents share rows, each seen by itself.")] = False,
+    pose: Annotated[bool, typer.Option("--pose", help="Skip positions in rows of the native length.")] = False,
+    short_data: Annotated[str | None, typer.Option(help="Text that keeps short-context skill, mixed in.")] = None,
+    short_share: Annotated[str, typer.Option(help="Share of the rows that --short-data gets.")] = "40%",
+    held_out: Annotated[str | None, typer.Option(help="Text to score; default the ends of some of --data.")] = None,
+    lora: Annotated[int | None, typer.Option(help="Train LoRA of this rank, with norms and embeddings.")] = None,
+    gate: Annotated[bool, typer.Option("--gate", help="A stage ends when held-out losses are as they should.")] = False,
+    gate_tolerance: Annotated[str, typer.Option(help="Perplexity that --gate allows at short context.")] = "3%",
+    fresh_optimizer: Annotated[
+        bool, typer.Option("--fresh-optimizer", help="Optimizer and rate begin anew with each stage.")
+    ] = False,
     tokens_per_stage: Annotated[str | None, typer.Option(help="Tokens of each stage, such as 160k.")] = None,
     steps_per_stage: Annotated[int | None, typer.Option(help="Optimizer steps of each stage; default 20.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens of a step; default the longest stage.")] = None,
     learning_rate: Annotated[str | None, typer.Option(help="Peak; default 2e-5 x 4096 / hidden size.")] = None,
     save_every: Annotated[str, typer.Option(help="Time between saved states, such as 10m or 90s.")] = "10m",
+    keep: Annotated[int, typer.Option(help="Saved states that stay.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Directory to write; default NAME-tuned.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the stopped run of this output.")] = False,
     seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
@@ -141,18 +154,29 @@ def finetune(
         schedule=parse_schedule(schedule),
         data=data,
         text_field=text_field,
+        chat=chat,
+        pack=pack,
+        pose=pose,
+        short_data=short_data,
+        short_share=parse_percent(short_share),
+        held_out=held_out,
+        lora=lora,
+        gate=parse_percent(gate_tolerance) if gate else None,
+        fresh_optimizer=fresh_optimizer,
         tokens_per_stage=_length(tokens_per_stage),
         steps_per_stage=steps_per_stage,
         batch_tokens=_length(batch_tokens),
         learning_rate=_number("--learning-rate", learning_rate),
         save_every=parse_seconds(save_every),
+        keep=keep,
         out=out,
         resume=resume,
         seed=seed,
         device=device,
         say=_say(as_json),
     )
-    show.json_document(asdict(result)) if as_json else show.finetune(result)
+    if result.written:
+        show.json_document(asdict(result)) if as_json else show.finetune(result)
 
 
 @app.command("eval")

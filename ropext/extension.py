@@ -5,12 +5,13 @@ Lengths are in tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ropext.carried import carried
-from ropext.checkpoint import Checkpoint
+from ropext.checkpoint import CONFIG, Checkpoint
 from ropext.facts import Facts
 from ropext.plan import Purpose, plan_at
 from ropext.provenance import rope_record
@@ -51,6 +52,15 @@ class Extension:
         """Tokens that the extension serves: more than dynamic NTK may write as max_position_embeddings."""
         present = carried(self.checkpoint.config, self.facts, self.checkpoint.record)
         return max(self.facts.window, present.window) if present and present.method == "dynamic" else self.facts.window
+
+    @property
+    def config_before(self) -> Mapping[str, Any]:
+        """The config before the extension; of a checkpoint that is none, its own."""
+        record = self.checkpoint.record
+        if record is None or record["kind"] != "patch":
+            return self.checkpoint.config
+        original: dict[str, Any] = json.loads(record["original_files"][CONFIG])
+        return original
 
     def at(self, length: int) -> StageRope:
         """Rope settings of a stage of this length: the checkpoint's own, or a progressive patch's at that length."""

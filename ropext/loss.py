@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from ropext.errors import RopextError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 HEAD_BLOCK = 256  # tokens that pass the head together: 134 MB of logits at a vocabulary of 128k
 
 
-def hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def hidden_states(model: PreTrainedModel, ids: Tensor, **more: Tensor) -> Tensor:
     """What the head is applied to: the base model's last hidden states `[B, T, D]`, no logits and no cache."""
-    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False, **more).last_hidden_state
     return hidden
 
 
@@ -42,24 +42,48 @@ def token_losses(model: PreTrainedModel, ids: Tensor, block: int = HEAD_BLOCK) -
     return losses.view(ids.shape[0], -1)
 
 
-def mean_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Mean next-token loss over the B * (T - 1) predictions of `ids`, a scalar to call backward on once.
+def summed_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
+    """Sum of the losses of the tokens `labels` `[B, T]` (-100: not scored), each predicted from what stands before it.
 
-    Equals plain cross entropy in value and gradient to rounding, in chunks of HEAD_BLOCK tokens. The model must have
-    passed check_head.
+    A scalar to call backward on once; equals plain cross entropy in value and gradient to rounding, in chunks of
+    HEAD_BLOCK tokens. `more` are arguments of the model (feed.Batch.arguments). The model must have passed check_head.
     """
     import torch.nn.functional as F
     from torch.nn import LinearCrossEntropyOptions
 
+    hidden = hidden_states(model, ids, **more)[:, :-1].flatten(0, 1).float()  # bf16 here would give a bf16 loss
     weight, bias = head_weights(model)
     loss: Tensor = F.linear_cross_entropy(
-        hidden_states(model, ids)[:, :-1].flatten(0, 1).float(),  # bf16 here would give a bf16 loss
+        hidden,
         weight,
-        ids[:, 1:].flatten(),
+        labels[:, 1:].flatten(),
         linear_bias=bias,
+        reduction="sum",
         options=LinearCrossEntropyOptions(batch_chunk_size=HEAD_BLOCK),
     )
     return loss
+
+
+def as_loss(model: PreTrainedModel) -> nn.Module:
+    """The model as a module whose forward pass is its loss: what wrappers for several processes must see.
+
+    Called with ids, labels and more it gives the summed loss; with ids alone, that of each token (token_losses). The
+    model itself is its attribute `model`.
+    """
+    from torch import nn
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self._no_split_modules = model._no_split_modules  # what Accelerate shards by: whole decoder layers
+
+        def forward(self, ids: Tensor, labels: Tensor | None = None, **more: Tensor) -> Tensor:
+            if labels is None:
+                return token_losses(self.model, ids)
+            return summed_loss(self.model, ids, labels, **more)
+
+    return Loss()
 
 
 def check_head(model: PreTrainedModel) -> None:

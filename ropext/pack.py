@@ -7,8 +7,8 @@ reset. Shapes: N tokens of all documents, W windows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ropext.errors import Refused, RopextError

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ropext.errors import Refused, RopextError
+from ropext.errors import RopextError
 
 if TYPE_CHECKING:
     import torch
@@ -95,18 +95,6 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-def refuse_many_processes() -> None:
-    """Before Accelerate joins the others: each would believe that it is alone, and all would write."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise one_process(world)
-
-
-def one_process(found: int) -> Refused:
-    """The refusal of more than one process."""
-    return Refused(f"finetune trains in one process for now: found {found}; start it without torchrun or a launcher")
-
-
 @contextmanager
 def quiet(name: str) -> Iterator[None]:
     """Warnings of this logger off, and afterwards as they were."""
@@ -119,25 +107,41 @@ def quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-@contextmanager
-def first_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a step is never left half done; a second one interrupts at once.
+class Interrupt:
+    """Whether the user (Ctrl-C) or the system (SIGTERM) has asked the process to stop."""
 
-    Where Python itself would not raise KeyboardInterrupt (another thread, SIGINT ignored) nothing is changed.
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def stop(self) -> None:
+        """End the process as it was asked to. Raises KeyboardInterrupt, or SystemExit with the signal's usual code."""
+        if self.signal == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def first_interrupt() -> Iterator[Interrupt]:
+    """Ctrl-C and SIGTERM are noted, so that a step is never left half done; a second one stops at once.
+
+    Where Python itself would not stop (another thread, a signal that is ignored or handled) nothing is changed.
     """
-    interrupted = threading.Event()
-    usual = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
-        yield interrupted
-        return
+    asked = Interrupt()
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
 
     def first(number: int, frame: object) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, usual)
-        os.write(2, b"\nstopping at the end of this step, with the state saved; Ctrl-C again stops at once\n")
+        asked.signal = number
+        for one in ours:
+            signal.signal(one, usual[one])
+        os.write(2, b"\nstopping at the end of this step, with the state saved; once more stops at once\n")
 
-    signal.signal(signal.SIGINT, first)
+    for number in ours:
+        signal.signal(number, first)
     try:
-        yield interrupted
+        yield asked
     finally:
-        signal.signal(signal.SIGINT, usual)
+        for number in ours:
+            signal.signal(number, usual[number])

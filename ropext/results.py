@@ -68,7 +68,9 @@ class FinetuneResult:
     data: str
     learning_rate: float  # the peak of the one curve over all stages
     stages: tuple[StageResult, ...]
+    adapter: str | None  # directory of the adapter, with LoRA
     logs: str  # TensorBoard files
+    written: bool  # False in every process of a launch but the first
     native_length: int  # of the result: the longest length it was trained at
 
 

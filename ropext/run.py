@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ropext.adapter import add_lora, merged_state, save_adapter
 from ropext.checkpoint import RECORD, Checkpoint
+from ropext.errors import Refused
 from ropext.extension import Extension
+from ropext.held_out import HeldOut
 from ropext.lengths import format_length
 from ropext.load import default_device, load_model, load_tokenizer, set_rotary
-from ropext.pack import tokenize
+from ropext.loss import as_loss
+from ropext.material import Material
+from ropext.process import Team
 from ropext.provenance import finetune_record
 from ropext.schedule import Stage
 from ropext.state import saved_states
-from ropext.texts import Document
 from ropext.train import Settings, StageResult, tune
-from ropext.write import check_weights_fit, json_bytes, patched_files, write_tuned
+from ropext.write import check_weights_fit, json_bytes, patched_files, trained_weights, write_tuned
 
 Say = Callable[[str], None]
 
@@ -34,38 +39,71 @@ class Run:
     source: Checkpoint
     model: str  # how the source is named in ropext.json
     extension: Extension
-    documents: tuple[Document, ...]
-    data: str  # what the documents are
+    material: Material
     stages: tuple[Stage, ...]
     settings: Settings
     out: Path
+    team: Team
+    lora: int | None = None  # rank; None trains every parameter
 
     @property
     def folder(self) -> Path:
         """Where states, logs and earlier stages lie."""
         return self.out.with_name(self.out.name + ".run")
 
+    @property
+    def adapter(self) -> Path:
+        """Where LoRA leaves its adapter beside the merged checkpoint."""
+        return self.out.with_name(self.out.name + ".adapter")
+
     def train(self, *, device: str | None, resume: bool, say: Say) -> tuple[StageResult, ...]:
         """Run every stage; returns what each did. Leaves `out` whole, or resumable states in `folder`."""
-        corpus = tokenize(load_tokenizer(self.source.path), self.documents)
-        model: Any = load_model(self.source.path, device=device or default_device())
+        native = self.extension.native_length
+        lengths = sorted({native, *(stage.length for stage in self.stages)})
+        prepared = self.material.read(load_tokenizer(self.source.path), lengths)
+        model: Any = load_model(self.source.path, device=self.team.device or device or default_device())
         check_weights_fit(self.source, model)
+        before = self._losses_before(model, prepared.held_out)
+        if not prepared.held_out.lengths:
+            say("note      nothing is held out, the text is too short for that: --held-out names some")
+        if self.lora is not None:
+            add_lora(model, self.lora, seed=self.settings.seed)
         results = tune(
             model,
-            [corpus.windows(stage.length) for stage in self.stages],
+            [prepared.feed(stage) for stage in self.stages],
             self.stages,
             self.settings,
             run_folder=self.folder,
             enter_stage=lambda model, stage: set_rotary(model, self.extension.at(stage.length).config),
-            leave_stage=self._leave,
+            leave_stage=partial(self._leave, prepared.documents),
             say=say,
+            held_out=prepared.held_out,
+            source_losses=before,
             resume=resume,
+            team=self.team,
         )
-        for state in saved_states(self.folder):
-            shutil.rmtree(state)
+        if self.team.rank == 0:
+            for state in saved_states(self.folder):
+                shutil.rmtree(state)
         return results
 
-    def _leave(self, model: Any, stage: Stage, results: Sequence[StageResult]) -> None:
+    def _losses_before(self, model: Any, held_out: HeldOut) -> dict[int, float]:
+        """Of the checkpoint before its extension, within its native length: what a gate compares with."""
+        if self.settings.gate is None:
+            return {}
+        native = self.extension.native_length
+        short = replace(held_out, lengths=tuple(length for length in held_out.lengths if length <= native))
+        if not short.lengths:
+            raise Refused(
+                f"a gate needs held-out text of the native length, {native} tokens: found none that long. Add "
+                "--held-out with such text"
+            )
+        set_rotary(model, self.extension.config_before)
+        losses = short.score(as_loss(model), model, self.team)
+        set_rotary(model, self.source.config)
+        return losses
+
+    def _leave(self, documents: Sequence[str], model: Any, stage: Stage, results: Sequence[StageResult]) -> None:
         """Write the checkpoint of a finished stage; one that a killed run already left is written again."""
         rope = self.extension.at(stage.length)
         files = patched_files(self.source, rope.config, self.source.config["max_position_embeddings"], rope.window)
@@ -79,10 +117,17 @@ class Run:
                 "stages": [asdict(result) for result in results],
                 "peak_rate": self.settings.peak_rate,
                 "seed": self.settings.seed,
-                "data": self.data,
-                "documents": [document.sha256 for document in self.documents],
+                "data": self.material.name,
+                "lora": self.lora,
+                "documents": list(documents),
             },
         )
         last = stage is self.stages[-1]
         out = self.out if last else self.folder / "stages" / format_length(stage.length)
-        write_tuned(self.source, model, out, {**files, RECORD: json_bytes(record)}, overwrite=None if last else True)
+        weights = trained_weights(model) if self.lora is None else merged_state(model)
+        if self.team.rank == 0:
+            if last and self.lora is not None:
+                save_adapter(model, self.adapter, base=self.source, rope_config=rope.config, overwrite=True)
+            contents = {**files, RECORD: json_bytes(record)}
+            write_tuned(self.source, weights, out, contents, overwrite=None if last else True)
+        self.team.gather(None)

@@ -20,11 +20,17 @@ REFERENCE_WIDTH, REFERENCE_RATE = 4096, 2e-5  # Llama-2-7B in PI (arXiv:2306.155
 class Stage:
     """Training at one length."""
 
-    length: int  # tokens in a sequence
+    length: int  # tokens that its positions reach
     factor: float  # of the rotary tables while this stage trains
     steps: int  # optimizer steps
-    tokens: int  # in all steps together: steps * batch * length
-    batch: int  # sequences per optimizer step
+    tokens: int  # in all steps together: steps * batch * row
+    batch: int  # rows per optimizer step
+    window: int | None = None  # tokens in a row where positions are skipped to reach `length` (PoSE)
+
+    @property
+    def row(self) -> int:
+        """Tokens in a row."""
+        return self.window or self.length
 
 
 def plan_stages(
@@ -33,6 +39,7 @@ def plan_stages(
     native_length: int,
     window: int,
     progressive: bool,
+    skips: bool = False,
     tokens_per_stage: int | None = None,
     steps_per_stage: int | None = None,
     batch_tokens: int | None = None,
@@ -41,6 +48,8 @@ def plan_stages(
 
     A fixed patch trains every stage at window / native length, a progressive one at stage length / native length
     (at least 1). An optimizer step takes about `batch_tokens` tokens, as many as the longest stage length unless told.
+
+    With `skips` a row is no longer than the native length, whatever its positions reach.
 
     Raises UsageError for contradicting or empty amounts, Refused for a schedule that the patch does not fit.
     """
@@ -54,14 +63,23 @@ def plan_stages(
         if amount is not None and amount < 1:
             raise UsageError(f"{option} is a whole number above 0: found {amount}")
     _check_window(lengths, native_length=native_length, window=window, progressive=progressive)
+    rows = [min(length, native_length) if skips else length for length in lengths]
     stages = []
-    for length in lengths:
-        batch = max(1, (batch_tokens or max(lengths)) // length)
+    for length, row in zip(lengths, rows, strict=True):
+        batch = max(1, (batch_tokens or max(rows)) // row)
         steps = steps_per_stage or STEPS_PER_STAGE
         if tokens_per_stage is not None:
-            steps = -(-tokens_per_stage // (batch * length))
-        factor = max(1.0, length / native_length) if progressive else window / native_length
-        stages.append(Stage(length=length, factor=factor, steps=steps, tokens=steps * batch * length, batch=batch))
+            steps = -(-tokens_per_stage // (batch * row))
+        stages.append(
+            Stage(
+                length=length,
+                factor=max(1.0, length / native_length) if progressive else window / native_length,
+                steps=steps,
+                tokens=steps * batch * row,
+                batch=batch,
+                window=row if skips else None,
+            )
+        )
     return tuple(stages)
 
 

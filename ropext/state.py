@@ -11,15 +11,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ropext.errors import Refused
 
-STATES_KEPT = 2  # so that one damaged state does not lose the run
+STATES_KEPT = 2  # unless told otherwise: one damaged state does not lose the run
 MANIFEST = "manifest.json"
+NEW = "state.new"  # where a state is filled
 
 
 @contextmanager
@@ -53,24 +54,29 @@ def read_manifest(state: Path) -> dict[str, Any] | None:
     return about if whole else None
 
 
-def write_state(run_folder: Path, steps: int, fill: Callable[[Path], object], about: dict[str, Any]) -> Path:
-    """The state after `steps` optimizer steps: what `fill` puts into the folder it is given, and `about` (JSON).
+def new_state(run_folder: Path) -> None:
+    """An empty folder NEW to fill with a state, which `name_state` then makes one of the run's."""
+    shutil.rmtree(run_folder / NEW, ignore_errors=True)
+    (run_folder / NEW).mkdir()
 
-    Then the oldest goes, and what lies beyond `steps`: damaged states that this run went on from behind.
+
+def name_state(run_folder: Path, steps: int, about: dict[str, Any], keep: int = STATES_KEPT) -> Path:
+    """The state after `steps` optimizer steps: what was put into NEW, and `about` (JSON).
+
+    Then the oldest go until `keep` are left, and what lies beyond `steps`: damaged states that this run went on from
+    behind.
     """
-    new, final = run_folder / "state.new", run_folder / f"state-{steps}"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    fill(new)
-    manifest = {"about": about, "files": {path.name: _identity(path) for path in sorted(new.iterdir())}}
+    new, final = run_folder / NEW, run_folder / f"state-{steps}"
+    files = sorted(path for path in new.rglob("*") if path.is_file())
+    manifest = {"about": about, "files": {path.relative_to(new).as_posix(): _identity(path) for path in files}}
     (new / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in (*new.iterdir(), new):
+    for path in (*new.rglob("*"), new):
         _sync(path)
     shutil.rmtree(final, ignore_errors=True)  # there only if it was damaged
     new.rename(final)
     _sync(run_folder)
     states = saved_states(run_folder)
-    kept = states[states.index(final) :][:STATES_KEPT]
+    kept = states[states.index(final) :][:keep]
     for state in states:
         if state not in kept:
             shutil.rmtree(state)

@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropext.errors import Refused, RopextError
+from ropext.errors import GateNotMet, Refused, RopextError
+from ropext.feed import UNSCORED, Batch, Feed
+from ropext.held_out import HeldOut
+from ropext.jumps import check_packing, check_skipping
 from ropext.lengths import format_length
-from ropext.loss import check_head, mean_loss
+from ropext.loss import as_loss, check_head
 from ropext.memory import activation_bytes, available_bytes, checkpointing_pays, training_bytes
-from ropext.pack import Windows, check_supply
-from ropext.process import (
-    first_interrupt,
-    forget_peak,
-    one_process,
-    peak_memory,
-    quiet,
-    refuse_many_processes,
-)
+from ropext.pack import check_supply
+from ropext.process import ALONE, Interrupt, Team, first_interrupt, forget_peak, out_of_memory, peak_memory, quiet
 from ropext.schedule import Stage, rate_at
-from ropext.state import lock, read_manifest, saved_states, write_state
+from ropext.score import has_changing_table
+from ropext.state import NEW, STATES_KEPT, lock, name_state, new_state, read_manifest, saved_states
+from ropext.watch import Watch
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +42,9 @@ if TYPE_CHECKING:
 BETAS = (0.9, 0.95)  # with no weight decay, as in PI (arXiv:2306.15595, section 3.1)
 CLIP_NORM = 1.0
 LINE_EVERY = 60.0  # seconds, where stderr is a file
-STATE_FORMAT = 1
+STATE_FORMAT = 2
+GATE_PATIENCE = 3  # times the planned steps of a stage
+STILL_FALLING = 0.01  # of the loss at a new length, between two looks: the gate waits for less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,9 @@ class Settings:
     seed: int
     source: str  # identity of the checkpoint that training starts from: a hash
     save_every: float = 600.0  # seconds between saved states
+    keep: int = STATES_KEPT  # saved states
+    gate: float | None = None  # how much more than the source a stage may lose at short context: 0.03 is 3%
+    fresh: bool = False  # optimizer state and rate curve begin anew with each stage
     progress: bool = True  # a bar on stderr
 
 
@@ -68,8 +71,18 @@ class StageResult:
     tokens: int
     loss_first: float  # nats per token in its first optimizer step
     loss_last: float  # and in its last
+    held_out_before: Mapping[str, float]  # nats per token of text that is not trained on, by length
+    held_out_after: Mapping[str, float]
     seconds: float  # in training steps, over all processes that took part
     peak_memory_bytes: int  # on a GPU this stage's peak; else the most the process ever held, earlier stages included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """A look at the held-out losses in the middle of a stage."""
+
+    step: int  # optimizer steps done in the stage
+    losses: Mapping[str, float]  # nats per token, by length
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,12 +95,14 @@ class Place:
     loss_last: float = math.nan
     seconds: float = 0.0
     peak_memory_bytes: int = 0
+    before: Mapping[str, float] = field(default_factory=dict)  # held-out losses when the stage began, by length
+    checks: list[Check] = field(default_factory=list)  # of a gate
     results: list[StageResult] = field(default_factory=list)  # of the stages before it
 
 
 def tune(
     model: Any,
-    windows: Sequence[Windows],
+    feeds: Sequence[Feed],
     stages: Sequence[Stage],
     settings: Settings,
     *,
@@ -95,9 +110,16 @@ def tune(
     enter_stage: Callable[[Any, Stage], None],
     leave_stage: Callable[[Any, Stage, Sequence[StageResult]], object],
     say: Callable[[str], None],
+    held_out: HeldOut | None = None,
+    source_losses: Mapping[int, float] | None = None,
     resume: bool = False,
+    team: Team = ALONE,
 ) -> tuple[StageResult, ...]:
     """Train the float32 `model` in place, stage by stage, and return what each stage did.
+
+    `held_out` is scored before and after each stage; with a gate, its losses decide when a stage may end, short ones
+    beside `source_losses`, those of the checkpoint before its extension. The processes of a `team` share each step's
+    batch, and all call the two functions; the first one alone writes here.
 
     `enter_stage` sets the rotary tables of a stage; it is called once more where a run resumes inside that stage.
     `leave_stage` gets the results so far and writes the stage's checkpoint; after a kill it may be called again for a
@@ -106,14 +128,17 @@ def tune(
 
     Raises Refused before the first step for too little text, an unfinished run in the folder without `resume`, or a
     resumed run whose settings differ; RopextError where a loss stops being finite or memory runs out;
-    KeyboardInterrupt after Ctrl-C, with the state saved.
+    KeyboardInterrupt after Ctrl-C, or SystemExit after SIGTERM, with the state saved.
     """
-    refuse_many_processes()
     check_head(model)
-    check_supply(windows, stages)
+    check_feeds(model, feeds)
+    check_supply(feeds, stages)
     run_folder.mkdir(parents=True, exist_ok=True)
-    with lock(run_folder), first_interrupt() as interrupted:
-        run = _Run(model, windows, stages, settings, run_folder, say, interrupted)
+    with ExitStack() as stack:
+        if team.rank == 0:
+            stack.enter_context(lock(run_folder))
+        interrupt = stack.enter_context(first_interrupt())
+        run = _Run(model, feeds, stages, settings, run_folder, say, interrupt, team, held_out, source_losses or {})
         try:
             run.start(resume)
             while run.place.stage < len(stages):
@@ -129,21 +154,26 @@ class _Run:
     def __init__(
         self,
         model: Any,
-        windows: Sequence[Windows],
+        feeds: Sequence[Feed],
         stages: Sequence[Stage],
         settings: Settings,
         run_folder: Path,
         say: Callable[[str], None],
-        interrupted: threading.Event,
+        interrupt: Interrupt,
+        team: Team,
+        held_out: HeldOut | None,
+        source_losses: Mapping[int, float],
     ) -> None:
-        self.windows, self.stages, self.settings, self.folder = windows, stages, settings, run_folder
-        self.say, self.interrupted, self.place = say, interrupted, Place()
+        self.feeds, self.stages, self.settings, self.folder = feeds, stages, settings, run_folder
+        self.say, self.interrupt, self.team, self.place = say, interrupt, team, Place()
+        self.held_out, self.source_losses, self.watch = held_out, source_losses, Watch(model)
         self.saved_at = self.shown_at = time.monotonic()
-        self.identity = fingerprint(windows, stages, settings)
+        self.identity = fingerprint(feeds, stages, settings)
         self.total_steps = sum(stage.steps for stage in stages)
         self.was_training = bool(model.training)
-        self.accelerator, self.model, self.optimizer = _prepare(model, settings, run_folder)
-        self.bar = _progress(settings.progress, sum(stage.tokens for stage in stages))
+        self.accelerator, self.loss, self.optimizer = _prepare(model, settings, run_folder, team)
+        self.model = self.accelerator.unwrap_model(self.loss).model
+        self.bar = _progress(settings.progress and team.rank == 0, sum(stage.tokens for stage in stages))
 
     @property
     def stage(self) -> Stage:
@@ -152,7 +182,16 @@ class _Run:
     @property
     def global_step(self) -> int:
         """Optimizer steps done in all stages."""
-        return sum(stage.steps for stage in self.stages[: self.place.stage]) + self.place.step
+        return sum(result.steps for result in self.place.results) + self.place.step
+
+    @property
+    def rate(self) -> float:
+        """Of the next step; a step beyond the planned ones, which a gate asked for, has that of the last of them."""
+        stage, peak = self.stage, self.settings.peak_rate
+        step = min(self.place.step, stage.steps - 1)
+        if self.settings.fresh:
+            return rate_at(step, stage.steps, peak)
+        return rate_at(sum(one.steps for one in self.stages[: self.place.stage]) + step, self.total_steps, peak)
 
     def start(self, resume: bool) -> None:
         """Take up the newest whole state, if there is one to take up, and open the logs."""
@@ -180,15 +219,16 @@ class _Run:
                 continue
             _check_same(manifest["settings"], self.identity)
             self.accelerator.load_state(str(state))
-            results = [StageResult(**result) for result in manifest["place"].pop("results")]
-            self.place = Place(**manifest["place"], results=results)
+            place = manifest["place"]
+            results = [StageResult(**result) for result in place.pop("results")]
+            self.place = Place(**place | {"checks": [Check(**check) for check in place["checks"]]}, results=results)
             self.say(f"resumed from {state}: {self.global_step} of {self.total_steps} steps were done")
             return
         raise RopextError(f"--resume needs one whole saved state: found {len(states)} damaged in {self.folder}")
 
     def _tokens_done(self) -> int:
         earlier = sum(stage.tokens for stage in self.stages[: self.place.stage])
-        return earlier + self.place.step * self.stage.batch * self.stage.length
+        return earlier + self.place.step * self.stage.batch * self.stage.row
 
     def train_stage(
         self,
@@ -200,31 +240,85 @@ class _Run:
         enter_stage(self.model, stage)
         forget_peak(self.accelerator.device)
         self._choose_checkpointing()
-        if place.step < stage.steps:
-            while place.step < stage.steps:
+        if not place.step:
+            if self.settings.fresh:
+                self.optimizer.state.clear()
+            place.before = self._losses_at_the_start()
+        if not self._finished():
+            while not self._finished():
                 self._step()
                 self._save_if_due()
             self.save()
         result = StageResult(
             length=stage.length,
             factor=stage.factor,
-            steps=stage.steps,
-            tokens=stage.tokens,
+            steps=place.step,
+            tokens=place.step * stage.batch * stage.row,
             loss_first=place.loss_first,
             loss_last=place.loss_last,
+            held_out_before=place.before,
+            held_out_after=place.checks[-1].losses if place.checks else self._held_out_losses(),
             seconds=place.seconds,
             peak_memory_bytes=place.peak_memory_bytes,
         )
         results = [*place.results, result]
         leave_stage(self.model, stage, results)
         self.place = Place(stage=place.stage + 1, results=results)
-        if self.interrupted.is_set():
-            raise KeyboardInterrupt
+        if self._interrupted():
+            self.interrupt.stop()
+
+    def _losses_at_the_start(self) -> Mapping[str, float]:
+        """What the stage before found at its end, unless the rotary tables are others now."""
+        last = self.place.results[-1] if self.place.results else None
+        return last.held_out_after if last and last.factor == self.stage.factor else self._held_out_losses()
+
+    def _held_out_losses(self) -> dict[str, float]:
+        """Of the model as it is, by length; empty without held-out text."""
+        if self.held_out is None:
+            return {}
+        found = self.held_out.score(self.loss, self.model, self.team)
+        self.accelerator.log({f"held_out/{n}": loss for n, loss in found.items()}, step=self.global_step)
+        return {str(length): loss for length, loss in found.items()}
+
+    def _finished(self) -> bool:
+        """Whether the stage may end: its steps are done and, with a gate, held-out losses are as they should be.
+
+        Raises GateNotMet where so many more steps than planned did not bring that about.
+        """
+        stage, place, gate = self.stage, self.place, self.settings.gate
+        if gate is None:
+            return place.step >= stage.steps
+        looked = place.checks[-1].step if place.checks else 0
+        if place.step > looked and (stage.steps - place.step) % max(1, stage.steps // 2) == 0:
+            looked = place.step
+            place.checks.append(Check(step=looked, losses=self._held_out_losses()))
+        if place.step < stage.steps or looked < place.step:
+            return False
+        missed = gate_missed(place.checks, stage.length, self.source_losses, gate)
+        if missed and place.step >= GATE_PATIENCE * stage.steps:
+            self.save()
+            raise GateNotMet(
+                f"the {format_length(stage.length)} stage may end when its gate is met, and after {place.step} steps "
+                f"{missed}; the state is saved. Lower --learning-rate, give more --tokens-per-stage or better text"
+            )
+        if missed:
+            self.say(
+                f"gate      after {place.step} steps {missed}: {place.step // stage.steps} times the planned steps"
+            )
+        return not missed
+
+    def _interrupted(self) -> bool:
+        """Whether some process was asked to stop: then all do, at the same step."""
+        signals = [number for number in self.team.gather(self.interrupt.signal) if number is not None]
+        if signals:
+            self.interrupt.signal = signals[0]
+        return bool(signals)
 
     def _choose_checkpointing(self) -> None:
         """Gradient checkpointing for the stage in hand, only where its activations would not fit comfortably."""
         stage = self.stage
-        activations = activation_bytes(self.model.config, min(stage.batch, self._rows_at_once()) * stage.length)
+        own = -(-stage.batch // self.team.size)
+        activations = activation_bytes(self.model.config, min(own, self._rows_at_once()) * stage.row)
         pays = checkpointing_pays(
             activations=activations,
             training=0 if self.optimizer.state else training_bytes(self.model.num_parameters()),
@@ -232,29 +326,36 @@ class _Run:
         )
         on = pays and bool(self.model.supports_gradient_checkpointing)
         _switch_checkpointing(self.model, on)
-        windows = self.windows[self.place.stage]
+        feed = self.feeds[self.place.stage]
         self.say(
             f"stage {self.place.stage + 1} of {len(self.stages)}: {format_length(stage.length)} tokens, factor "
-            f"{stage.factor:g}, {stage.steps} steps of {stage.batch} sequences, positions up to "
-            f"{windows.largest_position}, {windows.share_long_enough:.0%} of the documents long enough"
-            + (", gradient checkpointing" if on else "")
+            f"{stage.factor:g}, {stage.steps} steps of {stage.batch} rows, positions up to {feed.largest_position}, "
+            f"{feed.share_long_enough:.0%} of the documents long enough" + (", gradient checkpointing" if on else "")
         )
+        self.say(f"          {feed.described()}")
+        if feed.largest_distance < stage.length - 1:
+            self.say(
+                f"warn      no token of this stage sees back farther than {feed.largest_distance + 1} tokens: text of "
+                f"{stage.length} tokens is what teaches that distance"
+            )
 
     def _rows_at_once(self) -> int:
         """Sequences in one forward pass: no more tokens than the longest stage must hold anyway."""
-        return max(1, max(stage.length for stage in self.stages) // self.stage.length)
+        return max(1, max(stage.row for stage in self.stages) // self.stage.row)
 
     def _step(self) -> None:
         """One optimizer step: rate, gradients of the batch, clip, update, log."""
         place, stage, started = self.place, self.stage, time.perf_counter()
-        rate = rate_at(self.global_step, self.total_steps, self.settings.peak_rate)
+        rate = self.rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with self._memory_named():
-            loss = self._backward()
-            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP_NORM))
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self._stopped(f"the loss is {loss}, the gradient norm {norm}", "lower --learning-rate")
+            with self.watch.looking():
+                loss = self._backward()
+            layers = self.watch.figures()
+            norm = float(self.accelerator.clip_grad_norm_(self.loss.parameters(), CLIP_NORM))
+            if problem := self.watch.broken(layers, loss, norm):
+                raise self._stopped(problem, "lower --learning-rate")
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
@@ -262,9 +363,9 @@ class _Run:
         place.loss_first, place.loss_last = (loss if place.step == 1 else place.loss_first), loss
         place.seconds += seconds
         place.peak_memory_bytes = max(place.peak_memory_bytes, peak_memory(self.accelerator.device))
-        tokens = stage.batch * stage.length
+        tokens = stage.batch * stage.row
         figures = {"loss": loss, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": tokens / seconds}
-        self.accelerator.log(figures, step=self.global_step)
+        self.accelerator.log(figures | layers, step=self.global_step)
         self._show(f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s")
 
     def _show(self, figures: str) -> None:
@@ -279,30 +380,32 @@ class _Run:
     def _backward(self) -> float:
         """Gradients of the batch's mean loss, a few sequences at a time; returns that loss.
 
-        All windows of a stage score equally many tokens, so the mean of their means is the mean.
+        Each process takes its rows; sums of losses are divided by the number of tokens that all score together, so
+        how rows are split changes nothing.
         """
         import torch
 
-        stage, place = self.stage, self.place
-        windows = self.windows[place.stage]
-        rows = windows.batch(seed=self.settings.seed, stage=place.stage, step=place.step, size=stage.batch)
-        total = 0.0
-        for ids in torch.from_numpy(rows).split(self._rows_at_once()):
-            loss = mean_loss(self.model, ids.to(self.accelerator.device)) * (len(ids) / len(rows))
-            self.accelerator.backward(loss)
+        stage, place, team = self.stage, self.place, self.team
+        feed = self.feeds[place.stage]
+        batch = feed.batch(seed=self.settings.seed, stage=place.stage, step=place.step, size=stage.batch)
+        parts = list(_share(batch, team).split(self._rows_at_once()))
+        device, total = self.accelerator.device, 0.0
+        for number, part in enumerate(parts):
+            ids, labels = (torch.from_numpy(array).to(device) for array in (part.ids, part.labels))
+            last = number == len(parts) - 1  # gradients are exchanged once a step
+            with nullcontext() if last else self.accelerator.no_sync(self.loss):
+                loss = self.loss(ids, labels, **part.arguments(device))
+                self.accelerator.backward(loss * (team.size / batch.scored))  # DDP takes the mean over processes
             total += float(loss.detach())
-        return total
+        return sum(team.gather(total)) / batch.scored
 
     @contextmanager
     def _memory_named(self) -> Iterator[None]:
         """An error for want of memory, of GPU or CPU, names the stage and what to lower."""
-        import torch
-
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
-            if not out_of_memory:
+            if not out_of_memory(error):
                 raise
             raise self._stopped("memory ran out", "lower the longest length of --schedule") from error
 
@@ -316,10 +419,11 @@ class _Run:
 
     def _save_if_due(self) -> None:
         """Save after an interrupt, or every so often; at a step's end, where a state is whole."""
-        if self.interrupted.is_set():
+        if self._interrupted():
             self.save()
-            raise KeyboardInterrupt
-        if time.monotonic() - self.saved_at >= self.settings.save_every and self.place.step < self.stage.steps:
+            self.interrupt.stop()
+        due = time.monotonic() - self.saved_at >= self.settings.save_every
+        if self.team.first(due) and self.place.step < self.stage.steps:
             self.save()
 
     def save(self) -> None:
@@ -327,11 +431,19 @@ class _Run:
         from safetensors import SafetensorError
 
         about = {"place": asdict(self.place), "settings": self.identity}
+        first = self.team.rank == 0
         try:
+            if first:
+                new_state(self.folder)
+            self.team.gather(None)
             with quiet("accelerate.utils.other"):  # it warns of tied embeddings, which load_state ties again
-                write_state(self.folder, self.global_step, lambda new: self.accelerator.save_state(str(new)), about)
+                self.accelerator.save_state(str(self.folder / NEW))
+            self.team.gather(None)  # every process has written its part
+            if first:
+                name_state(self.folder, self.global_step, about, self.settings.keep)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk thus
             raise self._stopped(f"the state could not be saved ({error})", "check that the disk has room") from error
+        self.team.gather(None)
         self.saved_at = time.monotonic()
 
     def close(self) -> None:
@@ -342,23 +454,53 @@ class _Run:
         self.model.train(self.was_training)
 
 
-def _prepare(model: Any, settings: Settings, run_folder: Path) -> tuple[Accelerator, Any, torch.optim.Optimizer]:
-    """Accelerate's view of model and optimizer, in float32, logging to TensorBoard."""
+def _prepare(
+    model: Any, settings: Settings, run_folder: Path, team: Team
+) -> tuple[Accelerator, Any, torch.optim.Optimizer]:
+    """Accelerate's view of the loss of a model and of its optimizer, in float32, logging to TensorBoard.
+
+    Raises Refused where processes would not train together, or not as they were asked to.
+    """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration, set_seed
+    from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 
     assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights are float32: load_model does that"
     folders = ProjectConfiguration(project_dir=str(run_folder), logging_dir=str(run_folder / "logs"))
     accelerator = Accelerator(
         cpu=model.device.type == "cpu", mixed_precision="no", log_with="tensorboard", project_config=folders
     )
-    if accelerator.num_processes > 1:
-        raise one_process(accelerator.num_processes)
-    set_seed(settings.seed)  # for dropout, where a model has it
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.peak_rate, betas=BETAS, weight_decay=0.0, fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    return accelerator, model, optimizer
+    seen = accelerator.num_processes
+    if seen != team.size:
+        raise Refused(f"all processes of a launch train one model: found {team.size}, of which Accelerate sees {seen}")
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type != DistributedType.FSDP:
+        found = accelerator.distributed_type.value
+        raise Refused(
+            f"FSDP was asked for, and Accelerate would run {found}: on a CPU it drops FSDP in silence. Use GPUs, or "
+            "leave FSDP out of the configuration"
+        )
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and (parallelism.cp_size > 1 or parallelism.sp_size > 1):
+        count = parallelism.cp_size * parallelism.sp_size
+        raise Refused(f"context parallelism is not built yet: found {count} processes to a row; leave it out")
+    set_seed(settings.seed, device_specific=team.size > 1)  # for dropout, where a model has it
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.peak_rate, betas=BETAS, weight_decay=0.0, fused=True)
+    loss, optimizer = accelerator.prepare(as_loss(model), optimizer)
+    return accelerator, loss, optimizer
+
+
+def _share(batch: Batch, team: Team) -> Batch:
+    """The rows of one process: as many for each, so where rows are missing some that score nothing."""
+    import numpy as np
+
+    rows = np.arange(team.rank, -(-len(batch.ids) // team.size) * team.size, team.size)
+    labels = batch.labels[rows % len(batch.ids)]
+    labels[rows >= len(batch.ids)] = UNSCORED
+    rows %= len(batch.ids)
+    return replace(
+        batch, ids=batch.ids[rows], labels=labels, positions=None if batch.positions is None else batch.positions[rows]
+    )
 
 
 def _progress(shown: bool, tokens: int) -> Progress:
@@ -395,9 +537,42 @@ def _switch_checkpointing(model: Any, on: bool) -> None:
         getattr(model, f"{word}_checkpointing_disable")()
 
 
-def fingerprint(windows: Sequence[Windows], stages: Sequence[Stage], settings: Settings) -> dict[str, Any]:
+def check_feeds(model: Any, feeds: Sequence[Feed]) -> None:
+    """Raises an error where the model's code would make something else of the feeds' positions."""
+    if any(feed.packed for feed in feeds):
+        check_packing(model)
+    if any(feed.skips for feed in feeds):
+        if has_changing_table(model.config):
+            raise Refused(
+                "positions are skipped for a static rotary table: one that changes with the input's length (dynamic, "
+                "longrope) would follow the largest position of each batch. Leave out --pose, or patch by ntk or yarn"
+            )
+        check_skipping(model)
+
+
+def gate_missed(checks: Sequence[Check], length: int, source: Mapping[int, float], allowed: float) -> str | None:
+    """Why a stage at `length` may not end yet, in words; None where it may.
+
+    Its loss has stopped falling, and at every length of the source's losses it is no more than `allowed` above them: as
+    Llama 3 goes to a new length only when short-context scores are back (Dubey et al. 2024, arXiv:2407.21783, 3.4.2).
+    """
+    last = checks[-1].losses
+    for short, before in source.items():
+        rise = math.expm1(last[str(short)] - before)
+        if rise > allowed:
+            return f"the held-out perplexity at {short} is {rise:+.1%} against the source's, above {allowed:.1%}"
+    if len(checks) > 1 and (new := str(length)) in last:
+        fell = 1 - last[new] / checks[-2].losses[new]
+        if fell > STILL_FALLING:
+            return (
+                f"the held-out loss at {length} still falls, by {fell:.1%} in {checks[-1].step - checks[-2].step} steps"
+            )
+    return None
+
+
+def fingerprint(feeds: Sequence[Feed], stages: Sequence[Stage], settings: Settings) -> dict[str, Any]:
     """What a resumed run must share with the run that was stopped, under the names that a person gives it."""
-    text = hashlib.sha256("".join(window.sha256 for window in windows).encode())
+    text = hashlib.sha256("".join(feed.sha256 for feed in feeds).encode())
     return {
         "state format": STATE_FORMAT,
         "source checkpoint": settings.source,
@@ -406,6 +581,8 @@ def fingerprint(windows: Sequence[Windows], stages: Sequence[Stage], settings: S
         ),
         "seed": settings.seed,
         "learning rate": settings.peak_rate,
+        "gate": settings.gate,
+        "fresh optimizer": settings.fresh,
         "training text": text.hexdigest(),
     }
 

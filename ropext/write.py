@@ -13,13 +13,16 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ropext.checkpoint import CONFIG, PICKLES, RECORD, TOKENIZER_CONFIG, Checkpoint
 from ropext.errors import Refused, RopextError, UsageError
 from ropext.facts import positions_of
 from ropext.hub import is_in_hub_cache
 from ropext.staging import staged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Weights = Literal["clone", "link", "copy"]
 WEIGHTS: tuple[Weights, ...] = ("clone", "link", "copy")
@@ -110,9 +113,14 @@ def check_weights_fit(source: Checkpoint, model: Any) -> None:
 
 
 def write_tuned(
-    source: Checkpoint, model: Any, out: Path, files: Mapping[str, bytes], *, overwrite: bool | None = None
+    source: Checkpoint,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    files: Mapping[str, bytes],
+    *,
+    overwrite: bool | None = None,
 ) -> None:
-    """Write `out`: the source with the weights of `model`, in the source's shards, names, dtypes and tying.
+    """Write `out`: the source with these trained weights, in the source's shards, names, dtypes and tying.
 
     Raises RopextError where that fails, and leaves nothing.
     """
@@ -120,7 +128,7 @@ def write_tuned(
     with _directory(source, out, files, overwrite) as folder:
         _bring(source.path, kept, folder, "clone", besides=sum(file.size for file in source.weight_files.values()))
         for name in source.weight_files:
-            _save_weights(source, name, model, folder / name)
+            _save_weights(source, name, weights, folder / name)
 
 
 @contextlib.contextmanager
@@ -137,12 +145,22 @@ def _all_names(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_parameters(remove_duplicate=False)
 
 
-def _save_weights(source: Checkpoint, name: str, model: Any, target: Path) -> None:
+def trained_weights(model: Any) -> dict[str, Tensor]:
+    """The parameters of a model by every name that they have, whole: those that several processes share in parts are
+    gathered on the CPU, so all processes call this."""
+    whole: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        gather = getattr(parameter, "full_tensor", None)  # a DTensor of FSDP2
+        whole[id(parameter)] = parameter.detach() if gather is None else gather().detach().cpu()
+    return {name: whole[id(parameter)] for name, parameter in _all_names(model)}
+
+
+def _save_weights(source: Checkpoint, name: str, trained: Mapping[str, Tensor], target: Path) -> None:
     """One safetensors file: trained tensors in their stored dtype; what the model does not hold, as it was."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    trained, tensors = dict(_all_names(model)), {}
+    tensors = {}
     with safe_open(source.path / name, framework="pt") as file:
         metadata = file.metadata() or {}
         for key in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)

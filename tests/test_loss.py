@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ropext.errors import RopextError
-from ropext.loss import check_head, hidden_states, mean_loss, token_losses
+from ropext.loss import check_head, hidden_states, summed_loss, token_losses
 
 SHAPE = {
     "hidden_size": 32,
@@ -85,17 +85,19 @@ def test_neither_loss_ever_holds_whole_logits() -> None:
     with Largest() as scoring:
         token_losses(model, ids)
     with Largest() as training:
-        mean_loss(model, ids).backward()
+        summed_loss(model, ids, ids).backward()
     assert scoring.elements <= 256 * vocabulary
     assert training.elements < length * vocabulary / 2
 
 
 @pytest.mark.parametrize(("family", "more"), [("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("phi", {})])
-def test_mean_loss_has_the_value_and_gradients_of_plain_cross_entropy(family: str, more: dict[str, object]) -> None:
+def test_the_summed_loss_has_the_value_and_gradients_of_plain_cross_entropy(
+    family: str, more: dict[str, object]
+) -> None:
     model, ids = build(family, **more), some_ids(length=300)  # more than one block
     plain = F.cross_entropy(model(ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     expected = torch.autograd.grad(plain, list(model.parameters()))
-    loss = mean_loss(model, ids)
+    loss = summed_loss(model, ids, ids) / (ids.numel() - len(ids))
     loss.backward()
     torch.testing.assert_close(loss, plain, rtol=2e-6, atol=0)
     largest = max(gradient.abs().max() for gradient in expected)
@@ -103,9 +105,9 @@ def test_mean_loss_has_the_value_and_gradients_of_plain_cross_entropy(family: st
         assert (weight.grad - gradient).abs().max() <= 1e-5 * largest
 
 
-def test_mean_loss_of_a_bfloat16_model_is_float32() -> None:
+def test_the_summed_loss_of_a_bfloat16_model_is_float32() -> None:
     model, ids = build("llama").to(torch.bfloat16), some_ids()
-    loss = mean_loss(model, ids)
+    loss = summed_loss(model, ids, ids) / (ids.numel() - len(ids))
     loss.backward()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(token_losses(model, ids).mean().item(), rel=1e-5)

@@ -24,8 +24,10 @@ ROOMS = [
     *("demo", "version", "errors", "hub", "lengths"),
     *("checkpoint", "stock", "families", "facts", "rope", "carried", "factors", "plan", "safety", "verify"),
     *("provenance", "extension", "staging", "write", "load", "loaded"),
-    *("texts", "recipe", "memory", "schedule", "pack", "loss", "state", "process", "train", "run"),
-    *("inspection", "cut", "figures", "summary", "score", "kept", "measure", "entrant", "retrieval", "compare", "gate"),
+    *("texts", "recipe", "memory", "schedule", "feed", "pack", "packing", "pose", "mixture", "chat", "jumps"),
+    *("loss", "process", "cut", "figures", "summary", "score", "held_out", "material", "watch", "state"),
+    *("adapter", "train", "run"),
+    *("kept", "measure", "inspection", "entrant", "retrieval", "compare", "gate"),
     *("probe", "report", "export", "workspace"),
     *("results", "api", "ropext", "show", "cli", "__main__", "demo.build"),
 ]

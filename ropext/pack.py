@@ -69,6 +69,21 @@ class Corpus:
         labels[:1] = UNSCORED
         return ids, labels
 
+    def without_ends(self, cuts: Mapping[int, int]) -> Corpus:
+        """The corpus with so many tokens less at the end of each of these documents, by their number."""
+        import numpy as np
+
+        kept = np.ones(len(self.tokens), np.bool_)
+        for number, size in cuts.items():
+            kept[self.ends[number] - size : self.ends[number]] = False
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept, dtype=np.int64)])
+        return replace(
+            self,
+            tokens=self.tokens[kept],
+            ends=before[self.ends],
+            answers=None if self.answers is None else self.answers[kept],
+        )
+
     def digest(self, rows: str, *arrays: NDArray[np.int64]) -> str:
         """Identity of what is cut from these tokens: hex sha256."""
         found = hashlib.sha256(f"{rows} {self.bos} ".encode())

@@ -197,6 +197,7 @@ def finetune(
     short_share: float = 0.4,
     held_out: str | None = None,
     lora: int | None = None,
+    lora_only: bool = False,
     gate: float | None = None,
     fresh_optimizer: bool = False,
     tokens_per_stage: int | None = None,
@@ -218,7 +219,8 @@ def finetune(
     in rows of the native length, `short_data` is mixed in as `short_share` of the rows. `held_out` names text to score
     before and after each stage; left out, some of `data` is kept back. With a `gate` (0.03 is 3%) a stage ends when
     that text's perplexity is no more than so much above the source's at short context, and its loss at the new length
-    has stopped falling. `lora` is a rank; `out` is then the merged checkpoint, `out`.adapter the adapter.
+    has stopped falling. `lora` is a rank, and trains norms and embeddings too unless `lora_only`; `out` is then the
+    merged checkpoint, `out`.adapter the adapter.
     `learning_rate` defaults to what the published recipes use, scaled to the model's width; `save_every` is in seconds,
     `keep` bounds the saved states. Under torchrun or accelerate launch all processes share each step's batch.
     Raises Refused before the first step for a schedule, text or checkpoint that cannot work.
@@ -243,6 +245,8 @@ def finetune(
         raise Refused(f"fine-tuning a multimodal checkpoint is not built yet: {facts.model_type} has {facts.section}")
     if data is None and not workspace.is_built_in_lineage(source):
         raise UsageError("fine-tuning needs text: add --data with a text file, a folder, a .jsonl or a .parquet file")
+    if lora_only and lora is None:
+        raise UsageError("--lora-only says what --lora trains: add --lora with a rank, such as 8")
     if keep < 1:
         raise UsageError(f"--keep is at least 1, or a stopped run has nothing to go on from: found {keep}")
     material = Material(
@@ -287,6 +291,7 @@ def finetune(
         out=destination,
         team=team,
         lora=lora,
+        lora_only=lora_only,
     )
     return FinetuneResult(
         source=choice.model,

@@ -127,6 +127,7 @@ def finetune(
     short_share: Annotated[str, typer.Option(help="Share of the rows that --short-data gets.")] = "40%",
     held_out: Annotated[str | None, typer.Option(help="Text to score; default the ends of some of --data.")] = None,
     lora: Annotated[int | None, typer.Option(help="Train LoRA of this rank, with norms and embeddings.")] = None,
+    lora_only: Annotated[bool, typer.Option("--lora-only", help="With --lora: norms and embeddings stay.")] = False,
     gate: Annotated[bool, typer.Option("--gate", help="A stage ends when held-out losses are as they should.")] = False,
     gate_tolerance: Annotated[str, typer.Option(help="Perplexity that --gate allows at short context.")] = "3%",
     fresh_optimizer: Annotated[
@@ -161,6 +162,7 @@ def finetune(
         short_share=parse_percent(short_share),
         held_out=held_out,
         lora=lora,
+        lora_only=lora_only,
         gate=parse_percent(gate_tolerance) if gate else None,
         fresh_optimizer=fresh_optimizer,
         tokens_per_stage=_length(tokens_per_stage),

@@ -45,6 +45,7 @@ class Run:
     out: Path
     team: Team
     lora: int | None = None  # rank; None trains every parameter
+    lora_only: bool = False  # without norms and embeddings
 
     @property
     def folder(self) -> Path:
@@ -67,7 +68,8 @@ class Run:
         if not prepared.held_out.lengths:
             say("note      nothing is held out, the text is too short for that: --held-out names some")
         if self.lora is not None:
-            add_lora(model, self.lora, seed=self.settings.seed)
+            whole = not self.lora_only
+            add_lora(model, self.lora, train_norms_and_embeddings=whole, seed=self.settings.seed)
         results = tune(
             model,
             [prepared.feed(stage) for stage in self.stages],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ropext import workspace
 from ropext.checkpoint import RECORD, Checkpoint, open_checkpoint
 from ropext.demo import CHECKPOINT
-from ropext.errors import Refused, UsageError
+from ropext.errors import Refused, RopextError, UsageError
 from ropext.factors import read_factors
 from ropext.facts import read_facts
 from ropext.lengths import format_length
@@ -398,15 +399,18 @@ def evaluate(
         )
     say(f"model     {choice}")
     say(f"data      {comparison.data_name}")
-    destination = out or _report_folder(entrants[-1].checkpoint.path)
-    if destination.exists():
-        raise Refused(f"an existing output is not overwritten: {destination} is there. Choose another --out")
-    team.gather(None)  # each has looked before the first one writes
-    measurement = comparison.run(entrants, team=team, say=say, progress=progress if first else None)
-    if methods:
-        measurement = ranked(measurement)
-    if first:
-        write_report(destination, measurement)
+    claimed = _claimed(out, entrants[-1].checkpoint.path) if first else Path()
+    destination = team.first(claimed)
+    try:
+        measurement = comparison.run(entrants, team=team, say=say, progress=progress if first else None)
+        if methods:
+            measurement = ranked(measurement)
+        if first:
+            write_report(destination, measurement)
+    finally:
+        if first:
+            with suppress(OSError):  # a report is in it
+                destination.rmdir()
     missed = None
     if max_regression is not None:
         judged = entrants[1:] if len(models) > 1 else entrants[-1:]
@@ -432,6 +436,8 @@ def _entrants(models: Sequence[str], alone: bool) -> tuple[str, list[Entrant]]:
         choices = [workspace.named(model) for model in models]
         names = [choice.name for choice in choices]
         labels = [name if names.count(name) == 1 else model for name, model in zip(names, models, strict=True)]
+        if again := [label for label in labels if labels.count(label) > 1]:
+            raise UsageError(f"each model is scored once: found {again[0]} {len(again)} times")
         return ", ".join(models), [
             Entrant.of(choice.path, label, CHECKPOINT) for choice, label in zip(choices, labels, strict=True)
         ]
@@ -462,11 +468,22 @@ def _patched_in_memory(
     return f"{choice.model} ({choice.why})", entrants
 
 
-def _report_folder(path: Path) -> Path:
-    """The first free one of ropext-runs/reports/NAME, NAME-2, ..."""
-    name = "demo" if path == CHECKPOINT else path.resolve().name
-    folders = (workspace.RUNS / "reports" / (name if number == 1 else f"{name}-{number}") for number in count(1))
-    return next(folder for folder in folders if not folder.exists())
+def _claimed(out: Path | None, model: Path) -> Path:
+    """A new empty folder for a report: `out`, or the first free one of ropext-runs/reports/NAME, NAME-2, ..."""
+    name = "demo" if model == CHECKPOINT else model.resolve().name
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    for folder in [out] if out else (workspace.RUNS / "reports" / one for one in names):
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError as error:
+            if out or not folder.is_dir():
+                raise Refused(
+                    f"an existing output is not overwritten: {folder} is there. Choose another --out"
+                ) from error
+        except OSError as error:
+            raise RopextError(f"a report needs a folder to write: {folder} is none ({error.strerror})") from error
+    raise AssertionError("there is always another name")
 
 
 def eval_document(result: EvalResult) -> dict[str, Any]:

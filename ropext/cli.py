@@ -234,10 +234,10 @@ def evaluate(
             stride=_length(stride),
             window=_length(window),
             last_tokens=_length(last_tokens),
-            methods=_names(methods),
+            methods=_names("--methods", methods),
             factor=_number("--factor", factor),
             to=_length(to),
-            tasks=_names(tasks),
+            tasks=_names("--tasks", tasks),
             samples=samples,
             seed=seed,
             threshold=_number("--threshold", threshold),
@@ -320,8 +320,12 @@ def _length(text: str | None) -> int | None:
     return None if text is None else parse_length(text)
 
 
-def _names(text: str | None) -> list[str]:
-    return [name for name in (part.strip() for part in (text or "").split(",")) if name]
+def _names(option: str, text: str | None) -> list[str]:
+    """Names separated by commas; none where the option is not given."""
+    names = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise UsageError(f"{option} takes names separated by commas: found {text!r}")
+    return names
 
 
 def _number(option: str, text: str | None) -> float | None:

@@ -10,18 +10,19 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ropext.cut import EVERYTHING, Cut, Limits, Windows, cut_windows, slide_windows
 from ropext.entrant import Entrant
-from ropext.errors import UsageError
+from ropext.errors import RopextError, UsageError
 from ropext.figures import Measurement, ModelScores, Paired, Protocol, TaskScore
 from ropext.kept import Shelf, weights_identity
-from ropext.load import default_device, load_model, load_tokenizer, set_rotary, stock_config
+from ropext.load import check_arithmetic, default_device, load_model, load_tokenizer, set_rotary, stock_config
 from ropext.measure import Measured, measure
 from ropext.process import Team
-from ropext.retrieval import effective_lengths, run_tasks
+from ropext.retrieval import check_tasks, effective_lengths, no_task_score, run_tasks
 from ropext.score import has_changing_table
 from ropext.summary import paired
 from ropext.texts import Document, built_in, read_documents
@@ -46,6 +47,36 @@ class Tasks:
     seed: int = 0
     threshold: float = THRESHOLD  # score that an effective length asks for
     include_path: Path | None = None  # folder of lm-eval tasks of the user's
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UsageError(f"--samples is at least 1: found {self.samples}")
+        if not 0 <= self.threshold <= 1:
+            raise UsageError(f"--threshold is a score from 0 to 1: found {self.threshold}")
+
+    def run(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        path: Path,
+        lengths: Sequence[int],
+        batch_size: int,
+        team: Team,
+        told: Callable[[int, int], None] | None,
+    ) -> tuple[TaskScore, ...]:
+        """The scores of one of them on the model of a checkpoint."""
+        return run_tasks(
+            model,
+            load_tokenizer(path),
+            [name],
+            lengths=lengths,
+            samples=self.samples,
+            seed=self.seed,
+            include_path=self.include_path,
+            batch_size=batch_size,
+            team=team,
+            progress=told,
+        )
 
     def protocol(self) -> dict[str, object]:
         """How they were made; empty without any."""
@@ -101,6 +132,9 @@ class Comparison:
     ) -> Measurement:
         """Score each entrant, and compare each with the first; models with the same tokenizer share their windows."""
         device = team.device or self.device or default_device()
+        check_arithmetic(device, self.dtype)
+        if self.tasks.names:
+            check_tasks(self.tasks.names, self.tasks.include_path)
         models = _Models(dtype=self.dtype, device=device)
         cuts: dict[bytes, Cut] = {}
         found: list[tuple[Cut, ModelScores, Measured]] = []
@@ -157,20 +191,17 @@ class Comparison:
             team=team,
             told=None if progress is None else lambda done, total: progress(label, done, total),
         )
-        tasks: tuple[TaskScore, ...] = ()
-        if self.tasks.names:
-            tasks = run_tasks(
-                models.of(entrant),
-                load_tokenizer(path),
-                self.tasks.names,
-                lengths=self.lengths,
-                samples=self.tasks.samples,
-                seed=self.tasks.seed,
-                include_path=self.tasks.include_path,
-                batch_size=self.batch_size,
-                team=team,
-                progress=None if progress is None else lambda done, total: progress(f"{label} tasks", done, total),
-            )
+        tasks: list[TaskScore] = []
+        for name in self.tasks.names:
+            told = None if progress is None else partial(progress, f"{label} {name}")
+            try:
+                tasks += self.tasks.run(name, models.of(entrant), path, self.lengths, self.batch_size, team, told)
+            except UsageError:
+                raise
+            except RopextError as error:  # the other figures stay
+                tasks.append(no_task_score(name))
+                notes.append(("warn", f"the task {name} failed: {error}"))
+                say(f"warn      {label}: the task {name} failed: {error}")
         scores = ModelScores(
             model=str(path),
             label=entrant.label,
@@ -182,7 +213,7 @@ class Comparison:
             results=measured.results,
             by_position=measured.by_position,
             by_context=measured.by_context,
-            tasks=tasks,
+            tasks=tuple(tasks),
             effective_lengths=effective_lengths(tasks, self.tasks.threshold),
             passes=measured.passes,
         )

@@ -45,7 +45,7 @@ class Entrant:
         return cls(
             checkpoint=checkpoint,
             label=label,
-            window=facts.window,
+            window=shown.target_length,
             native_length=facts.native_length,
             config=checkpoint.config,
             rope=Rope(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ropext.figures import Measurement
+from ropext.figures import Measurement, ModelScores
 
 
 def regression(measurement: Measurement, allowed: float, judged: Collection[str]) -> str | None:
@@ -31,10 +31,20 @@ def regression(measurement: Measurement, allowed: float, judged: Collection[str]
             text = f"{pair.label} at {pair.length} tokens: {100 * lost:+.2f}%{interval} against {pair.against}"
             if lost > worst.get(pair.label, (allowed, ""))[0]:
                 worst[pair.label] = lost, text
-    missing = [label for label in judged if label not in compared]
-    if missing:
-        return (
-            f"{', '.join(missing)} cannot be compared with {first.label} at any length up to its native {native}: "
-            "add such a length to --lengths, and text that reaches it"
-        )
-    return "; ".join(text for _, text in worst.values()) or None
+    problems = [text for _, text in worst.values()]
+    for scores in measurement.models:
+        if scores.label in judged and scores.label not in compared:
+            problems.append(f"{scores.label} cannot be compared with {first.label}: {_why_not(first, scores)}")
+    return "; ".join(problems) or None
+
+
+def _why_not(first: ModelScores, other: ModelScores) -> str:
+    """Why two models have no perplexities to compare within the native length of the first."""
+    native = first.native_length or 0
+    near = [figure for scores in (first, other) for figure in scores.results if figure.length <= native]
+    if not any(figure.windows for figure in near):
+        return f"nothing was measured up to the native length {native}; add such a length to --lengths, and text for it"
+    for figure in near:
+        if figure.status != "ok":
+            return f"at {figure.length} tokens, {figure.status}"
+    return "their tokenizers differ, so only bits per byte compare"

@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropext.errors import RopextError, first_line
+from ropext.errors import RopextError, UsageError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+DTYPES = ("float32", "bfloat16", "float16")
 TABLE_TOLERANCE = 1e-6  # relative; float32 rounding, far below the 4e-3 of a table cast to bf16
 
 
@@ -29,7 +31,7 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
     from transformers import AutoModelForCausalLM
 
     try:
-        with _no_progress_bars():
+        with _silent_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
@@ -39,7 +41,10 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise RopextError(f"transformers cannot load {path}: {first_line(error)}") from error
+        reason = first_line(error)
+        if "ignore_mismatched_sizes" in str(error):  # it points to a report that is on stderr
+            reason = "a tensor has another shape than config.json gives it"
+        raise RopextError(f"transformers cannot load {path}: {reason}") from error
     model, info = loaded
     check_weights(path, info)
     check_rotary_tables(model)
@@ -57,6 +62,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         reason = " ".join(str(error).split())[:200]  # its first line alone often ends in the middle of a sentence
         raise RopextError(f"transformers cannot load the tokenizer of {path}, are its files there? {reason}") from error
     return tokenizer
+
+
+def check_arithmetic(device: str, dtype: str) -> None:
+    """Raises UsageError for a device that is not here, and for a dtype that no model is run in."""
+    import torch
+
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype is one of {', '.join(DTYPES)}: found {dtype!r}")
+    try:
+        works = torch.zeros(1, device=device).sum().item() == 0
+    except (RuntimeError, AssertionError, NotImplementedError):
+        works = False
+    if not works:
+        raise UsageError(f"--device is one that PyTorch has here, such as cpu: found {device!r}")
 
 
 def default_device() -> str:
@@ -141,14 +160,16 @@ def _check_table(name: str, table: Any, expected: Any) -> None:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers' own progress bars off, and afterwards as they were."""
+def _silent_transformers() -> Iterator[None]:
+    """No progress bars of transformers, and no reports of what ropext says itself; afterwards as they were."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity(CRITICAL)
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()

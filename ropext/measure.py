@@ -24,6 +24,7 @@ from ropext.summary import (
     no_context_score,
     no_length_score,
     position_scores,
+    scored_of,
     totals_at,
 )
 
@@ -82,7 +83,7 @@ def measure(
         by_position=position_scores(by_length[max(by_length)]) if by_length else (),
         by_context=() if last_tokens is None else tuple(_contexts(lengths, last_tokens, by_length, ends, cut)),
         totals=totals,
-        passes=sum(len(row) for one in missing for row in one.rows) / widest if widest else 0.0,
+        passes=work.tokens / widest if widest else 0.0,
     )
 
 
@@ -102,6 +103,7 @@ class _Work:
     shelf: Shelf | None
     told: Callable[[int, int], None] | None
     kept: dict[str, NDArray[np.float64]] = field(default_factory=dict)  # by the name of the pass
+    tokens: int = 0  # run through the model
     begun: tuple[str, list[NDArray[np.float64]]] | None = None  # the pass in hand, and its losses so far
     written_at: float = field(default_factory=time.monotonic)
 
@@ -119,6 +121,10 @@ class _Work:
         return scored
 
     def _run(self, model: PreTrainedModel, one: Pass, before: int, total: int) -> Scored:
+        begun = self.kept.get(one.name)
+        ready = 0 if begun is None else int((scored_of(one).cumsum() <= len(begun)).sum())  # rows that need no run
+        self.tokens += sum(len(row) for row in one.rows[ready:])
+
         def keep(parts: list[NDArray[np.float64]]) -> None:
             self.begun = one.name, parts
             if time.monotonic() - self.written_at > KEEP_EVERY:
@@ -130,7 +136,7 @@ class _Work:
             one,
             batch_size=self.batch_size,
             team=self.team,
-            begun=self.kept.get(one.name),
+            begun=begun,
             keep=keep,
             told=None if told is None else lambda rows: told(before + rows, total),
         )

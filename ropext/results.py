@@ -101,4 +101,10 @@ class EvalResult:
         measured = any(figure.nll is not None for figure in figures)
         failed = any(figure.windows and figure.nll is None for figure in figures)
         contexts = [figure for scores in self.models for figure in scores.by_context]
-        return measured and not failed and not any(figure.status.startswith("failed") for figure in contexts)
+        tasks = [score for scores in self.models for score in scores.tasks]
+        return (
+            measured
+            and not failed
+            and not any(figure.status.startswith("failed") for figure in contexts)
+            and not any(score.score is None for score in tasks)
+        )

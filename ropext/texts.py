@@ -13,6 +13,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")  # a file is one document
 ROW_SUFFIXES = (".jsonl", ".parquet")  # a row is one document
-LARGE_FILE = 8 * 2**20  # bytes: a text file above this comes in pieces; a tokenizer takes some 200 bytes a character
+LARGE_FILE = 8 * 2**20  # bytes or characters: a text above this comes in pieces; a tokenizer takes 200 bytes for each
 PIECE = 2**20  # characters of such a file that are held at a time, at most
 ROWS_AT_ONCE = 16  # of a Parquet file: documents may be long
 DEFAULT_SPLITS = ("test", "validation")  # of a hub data set that has several
@@ -43,7 +44,12 @@ class Document:
 
     def pieces(self) -> Iterator[str]:
         """The text in order: one piece, or several of at most `PIECE` characters where it is too long to hold."""
-        yield self.text
+        if len(self.text) <= LARGE_FILE:
+            yield self.text
+            return
+        lines = StringIO(self.text, newline="")
+        while piece := lines.read(PIECE // 2):
+            yield piece if piece.endswith("\n") else piece + lines.readline(PIECE // 2)
 
     @property
     def sha256(self) -> str:
@@ -201,6 +207,8 @@ def _damaged(path: Path, rows: int, error: Exception) -> RopextError:
 
 
 def _check_columns(columns: Sequence[str], text_field: str, place: str) -> None:
+    if columns.count(text_field) > 1:
+        raise UsageError(f"one column holds the text: {place} has {columns.count(text_field)} named {text_field!r}")
     if text_field not in columns:
         raise UsageError(
             f"the text is in the column {text_field!r}: {place} has {_names(columns)}. "

@@ -22,7 +22,7 @@ from ropext.checkpoint import open_checkpoint
 from ropext.errors import Refused
 from ropext.families import PROVEN
 from ropext.load import load_model
-from ropext.loss import check_head, mean_loss
+from ropext.loss import check_head
 from tests.tiny import make_checkpoint
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "phi3", "falcon"]
@@ -67,11 +67,15 @@ def batch(step):
     return torch.randint(0, 320, (2, 32), generator=torch.Generator().manual_seed(step))
 
 
+def loss(model, ids):
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
 def trained(model, steps=3, rate=1e-2):
     """The model after a few steps that change everything that trains."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     for step in range(steps):
-        mean_loss(model, batch(step)).backward()
+        loss(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -166,7 +170,7 @@ def test_only_what_trains_takes_gradients_and_optimizer_state(patched):
     # A and B of q, k, v, o, gate, up and down in two layers; five norms of 64; embeddings and head of 320 x 64.
     shapes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
     assert trained_parameters(model) == 2 * sum(4 * sum(shape) for shape in shapes) + 5 * 64 + 2 * 320 * 64
-    mean_loss(model, batch(0)).backward()
+    loss(model, batch(0)).backward()
     taken = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
     assert taken == trained_parameters(model)
     low_rank_alone = add_lora(load_model(patched), 4, train_norms_and_embeddings=False)
@@ -290,7 +294,7 @@ def test_a_saved_state_resumes_in_a_fresh_model_bit_for_bit(tmp_path, family):
         if take_up:
             accelerator.load_state(str(take_up))
         for step in steps:
-            accelerator.backward(mean_loss(model, batch(step)))
+            accelerator.backward(loss(model, batch(step)))
             optimizer.step()
             optimizer.zero_grad()
             if leave and step == 1:

@@ -277,3 +277,15 @@ def test_a_path_that_the_terminal_cannot_show_is_printed_all_the_same(tmp_path, 
         assert done.returncode == 0 and not done.stderr, done.stderr
         assert name in done.stdout.decode("unicode_escape")
     assert json.loads(done.stdout)["source"] == str(source)
+
+
+@pytest.mark.parametrize("option", ["--methods", "--tasks"])
+@pytest.mark.parametrize("names", ["", ",", "ntk,", " , "])
+def test_an_empty_name_in_a_list_is_wrong_usage(option, names, capsys, monkeypatch):
+    from ropext import cli
+
+    monkeypatch.setattr("sys.argv", ["ropext", "eval", "--lengths", "128", option, names])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert f"{option} takes names separated by commas" in capsys.readouterr().err

@@ -264,6 +264,13 @@ def test_methods_are_ranked_by_their_loss_at_the_longest_length(patched):
         ({"tokens": 64}, UsageError, "--tokens"),
         ({"documents": 0}, UsageError, "documents"),
         ({"batch_size": 0}, UsageError, "--batch-size"),
+        ({"dtype": ""}, UsageError, "--dtype is one of float32"),
+        ({"dtype": "float64"}, UsageError, "--dtype is one of float32"),
+        ({"device": "nowhere"}, UsageError, "--device is one that PyTorch has here"),
+        ({"device": "meta"}, UsageError, "--device is one that PyTorch has here"),
+        ({"tasks": ["passkey"], "samples": 0}, UsageError, "--samples"),
+        ({"tasks": ["passkey"], "threshold": float("nan")}, UsageError, "--threshold"),
+        ({"tasks": ["passkey"], "include_path": Path("nowhere")}, UsageError, "include path"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_before_a_model_is_loaded(asked, error, says, monkeypatch):
@@ -271,7 +278,7 @@ def test_a_request_that_cannot_be_answered_is_refused_before_a_model_is_loaded(a
     no_model(monkeypatch)
     with pytest.raises(error, match=says):
         api.evaluate(["base"], lengths=(128,), data="texts", **asked, **quiet)
-    assert not Path("ropext-runs").exists()
+    assert not list(Path().glob("ropext-runs/reports/*"))
 
 
 # What an extension costs
@@ -303,7 +310,7 @@ def test_the_gate_is_judged_at_and_below_the_native_length_against_the_source(pa
         missed = api.evaluate([patched], max_regression=worst - 1e-9, **asked).missed_gate
         assert f"{100 * worst:+.2f}%" in missed and "against source" in missed
     nothing = api.evaluate([patched], max_regression=0.5, lengths=(512,), data="texts", **quiet).missed_gate
-    assert "cannot be compared with source at any length up to its native 256" in nothing
+    assert "patched cannot be compared with source: nothing was measured up to the native length 256" in nothing
 
 
 def test_a_missed_gate_ends_with_exit_code_4_after_the_report_is_written(patched, capsys, monkeypatch):
@@ -320,3 +327,67 @@ def test_a_missed_gate_ends_with_exit_code_4_after_the_report_is_written(patched
     assert stopped.value.code == 4
     assert "ropext: --max-regression 2% is missed: patched at 128 tokens: +3.00% against source" in said.err
     assert len(json.loads(said.out)["models"]) == 2 and list(Path("ropext-runs/reports").glob("*/report.html"))
+
+
+def test_a_report_has_a_folder_of_its_own_from_the_start_and_none_without_a_report(patched, monkeypatch):
+    from ropext import compare
+
+    run, seen = compare.Comparison.run, []
+
+    def meanwhile(self, entrants, **more):
+        seen.append(sorted(path.name for path in Path("ropext-runs/reports").iterdir()))
+        if len(seen) == 1:
+            api.evaluate([patched], lengths=(128,), data="texts", alone=True, **quiet)
+        if len(seen) == 3:
+            raise RopextError("broken on the way")
+        return run(self, entrants, **more)
+
+    monkeypatch.setattr(compare.Comparison, "run", meanwhile)
+    api.evaluate([patched], lengths=(256,), data="texts", alone=True, **quiet)
+    name = Path(patched).name
+    assert seen == [[name], [name, f"{name}-2"]]
+    found = [json.loads(Path(f"ropext-runs/reports/{one}/report.json").read_text()) for one in seen[1]]
+    assert [one["models"][0]["results"][0]["length"] for one in found] == [256, 128]
+    with pytest.raises(RopextError, match="broken on the way"):
+        api.evaluate([patched], lengths=(64,), data="texts", alone=True, **quiet)
+    assert sorted(path.name for path in Path("ropext-runs/reports").iterdir()) == seen[1]
+
+
+@pytest.mark.parametrize("out", ["texts/one.txt/report", "/proc/report"])
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_scored(patched, out, monkeypatch):
+    no_model(monkeypatch)
+    with pytest.raises(RopextError, match="a report needs a folder to write"):
+        api.evaluate([patched], lengths=(128,), data="texts", out=Path(out), **quiet)
+
+
+def test_a_task_that_fails_on_one_model_takes_nothing_from_the_rest(patched):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file("source/model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    Path("broken").mkdir()
+    for file in Path("source").iterdir():
+        (Path("broken") / file.name).write_bytes(file.read_bytes())
+    save_file(weights, "broken/model.safetensors", metadata={"format": "pt"})
+    asked = {"lengths": (512,), "data": "texts", "tasks": ["passkey_likelihood"], "samples": 2}
+    notes: list[str] = []
+    result = api.evaluate(["source", "broken"], **asked, say=notes.append)
+    assert not result.complete and any("the task passkey_likelihood failed" in note for note in notes)
+    sound, broken = result.models
+    assert [score.score is None for score in broken.tasks] == [True] and broken.results[0].status.startswith("failed")
+    assert {score.length for score in sound.tasks} == {512} and sound.results[0].status == "ok"
+    json.dumps(api.eval_document(result), allow_nan=False)
+
+
+def test_dynamic_serves_the_same_window_in_memory_and_written(patched):
+    asked = {"lengths": (128, 1024), "data": "texts", **quiet}
+    in_memory = api.evaluate(["source"], methods=["dynamic"], factor=4.0, **asked).models[1]
+    api.patch("source", method="dynamic", factor=4.0, out=Path("written"))
+    written = api.evaluate(["written"], alone=True, **asked).models[0]
+    assert written.window == in_memory.window == 1024 and written.results == in_memory.results
+
+
+def test_a_model_is_named_once():
+    make_checkpoint(Path("base"))
+    with pytest.raises(UsageError, match="each model is scored once: found base 2 times"):
+        api.evaluate(["base", "base"], lengths=(128,), data="texts", **quiet)

@@ -301,13 +301,18 @@ def test_a_task_without_its_data_is_one_clear_error(tmp_path, own_task, monkeypa
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_length_too_short_for_a_task_takes_nothing_from_the_others(tmp_path):
+    found = run_tasks(*load(tmp_path), ["passkey_likelihood"], lengths=[64, 1024], samples=1, seed=0)
+    assert {one.length for one in found} == {1024}
+
+
 def test_what_cannot_be_run_is_refused(tmp_path, monkeypatch):
     def run(names, **settings):
         run_tasks(*loaded, names, **({"lengths": [512], "samples": 1, "seed": 0} | settings))
 
     loaded = load(tmp_path)
     with pytest.raises(UsageError, match=r"passkey takes at least \d+ tokens"):
-        run(["passkey"], lengths=[1024, 64])
+        run(["passkey"], lengths=[64])
     with pytest.raises(UsageError, match="found none"):
         run([])
     with pytest.raises(UsageError, match="include path is a directory"):

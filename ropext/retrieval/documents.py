@@ -91,15 +91,23 @@ def _dataset(
     seed: int = 0,
     **_: Any,  # whatever else --model_args and the task's own metadata hold
 ) -> dict[str, datasets.Dataset]:
-    """The documents of all lengths, `samples` of each. A tokenizer is taken as it is or loaded from its name."""
+    """The documents of all lengths that hold the task, `samples` of each. A tokenizer is taken as it is or loaded from
+    its name. Raises UsageError where no length holds it."""
     from datasets import Dataset
 
     tokenizer = tokenizer or pretrained
     if tokenizer is None:
         raise UsageError("a length is measured in a model's tokens: name it, --model_args pretrained=MODEL")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    lengths = dict.fromkeys(max_seq_lengths)
-    made = [one for length in lengths for one in make_documents(task, loaded, length, samples=samples, seed=seed)]
+    made: list[dict[str, Any]] = []
+    too_short: list[UsageError] = []
+    for length in dict.fromkeys(max_seq_lengths):
+        try:
+            made += make_documents(task, loaded, length, samples=samples, seed=seed)
+        except UsageError as error:
+            too_short.append(error)
+    if not made:
+        raise too_short[-1]
     return {"test": Dataset.from_list(made)}
 
 

@@ -22,6 +22,7 @@ from ropext.retrieval.harness import BOOTSTRAPS, as_lm, silence
 from ropext.retrieval.puzzles import PUZZLES
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PREFIX = "ropext_"  # of our tasks' names in lm-eval
@@ -97,14 +98,51 @@ def effective_lengths(scores: Sequence[TaskScore], threshold: float) -> tuple[Ef
     return tuple(found)
 
 
+def check_tasks(names: Sequence[str], include_path: str | Path | None) -> None:
+    """Raises UsageError where some name is no task, before anything is run."""
+    _manager(names, include_path, {})
+
+
+def no_task_score(name: str) -> TaskScore:
+    """A task that failed."""
+    return TaskScore(
+        task=name.removeprefix(PREFIX),
+        metric="failed",
+        length=None,
+        depth=None,
+        score=None,
+        n=0,
+        ci95=None,
+        chance=None,
+    )
+
+
 def _load(
     names: Sequence[str], include_path: str | Path | None, metadata: dict[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """What lm-eval loads for each name, ours one task at a time, and no task twice."""
-    from lm_eval.tasks import TaskManager
-
     if not names or not metadata["max_seq_lengths"] or metadata["samples"] < 1:
         raise UsageError("scoring tasks takes a task, a length and a sample at least: found none of one of them")
+    asked, manager = _manager(names, include_path, metadata)
+    loaded: dict[str, Mapping[str, Any]] = {}
+    for name in asked:
+        hint = "most of its own tasks need a network or their data set in the cache"
+        with _naming(f"cannot load the task {name}, {hint}"):
+            loaded[name] = manager.load(name)
+        for task in loaded[name]["tasks"].values():
+            (task.config.metadata or {}).pop("tokenizer", None)  # results hold a deep copy of the metadata
+            if task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", 0)
+            task.set_fewshot_seed(_FEWSHOT_SEED)
+    return loaded
+
+
+def _manager(
+    names: Sequence[str], include_path: str | Path | None, metadata: dict[str, Any]
+) -> tuple[list[str], TaskManager]:
+    """The tasks of lm-eval that these names stand for, and what loads them."""
+    from lm_eval.tasks import TaskManager
+
     if include_path is not None and not Path(include_path).is_dir():
         raise UsageError(f"an include path is a directory of lm-eval's YAML files: found {str(include_path)!r}")
     asked = list(dict.fromkeys(leaf for name in names for leaf in _expanded(name)))
@@ -119,17 +157,7 @@ def _load(
                 f"a task is one of {', '.join(PUZZLES)}, retrieval, or of lm-eval: {name!r} is none"
                 + (f"; near it are {', '.join(near)}" if near else "")
             )
-    loaded: dict[str, Mapping[str, Any]] = {}
-    for name in asked:
-        hint = "most of its own tasks need a network or their data set in the cache"
-        with _naming(f"cannot load the task {name}, {hint}"):
-            loaded[name] = manager.load(name)
-        for task in loaded[name]["tasks"].values():
-            (task.config.metadata or {}).pop("tokenizer", None)  # results hold a deep copy of the metadata
-            if task.get_config("num_fewshot") is None:
-                task.set_config("num_fewshot", 0)
-            task.set_fewshot_seed(_FEWSHOT_SEED)
-    return loaded
+    return asked, manager
 
 
 def _expanded(name: str) -> list[str]:

@@ -287,6 +287,7 @@ def finetune(
             keep=keep,
             gate=gate,
             fresh=fresh_optimizer,
+            adapter=_adapter(lora, lora_only),
             progress=progress,
         ),
         out=destination,
@@ -305,6 +306,10 @@ def finetune(
         written=team.rank == 0,
         native_length=max(facts.native_length, *schedule),
     )
+
+
+def _adapter(rank: int | None, lora_only: bool) -> str:
+    return "none" if rank is None else f"rank {rank}{'' if lora_only else ' with norms and embeddings'}"
 
 
 def _rate(source: Checkpoint, stated: float | None) -> float:

@@ -81,6 +81,8 @@ def unreadable(path: Path, error: OSError) -> RopextError:
 
 
 def _open(path: Path) -> Checkpoint:
+    if (path / "adapter_config.json").exists() and not (path / CONFIG).exists():
+        raise Refused(f"a MODEL is a whole checkpoint: {path} is an adapter. Name the merged checkpoint beside it")
     config = read_json(path / CONFIG)
     tokenizer_config = read_tokenizer_config(path)
     record = read_record(path)

@@ -120,7 +120,7 @@ class Run:
                 "peak_rate": self.settings.peak_rate,
                 "seed": self.settings.seed,
                 "data": self.material.name,
-                "lora": self.lora,
+                "lora": self.settings.adapter,
                 "documents": list(documents),
             },
         )

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ropext.adapter import trained_parameters
 from ropext.errors import GateNotMet, Refused, RopextError
 from ropext.feed import UNSCORED, Batch, Feed
 from ropext.held_out import HeldOut
@@ -57,6 +58,7 @@ class Settings:
     save_every: float = 600.0  # seconds between saved states
     keep: int = STATES_KEPT  # saved states
     gate: float | None = None  # how much more than the source a stage may lose at short context: 0.03 is 3%
+    adapter: str = "none"  # which LoRA is trained, in words
     fresh: bool = False  # optimizer state and rate curve begin anew with each stage
     progress: bool = True  # a bar on stderr
 
@@ -321,7 +323,7 @@ class _Run:
         activations = activation_bytes(self.model.config, min(own, self._rows_at_once()) * stage.row)
         pays = checkpointing_pays(
             activations=activations,
-            training=0 if self.optimizer.state else training_bytes(self.model.num_parameters()),
+            training=0 if self.optimizer.state else training_bytes(trained_parameters(self.model)),
             available=available_bytes(self.accelerator.device),
         )
         on = pays and bool(self.model.supports_gradient_checkpointing)
@@ -583,6 +585,7 @@ def fingerprint(feeds: Sequence[Feed], stages: Sequence[Stage], settings: Settin
         "learning rate": settings.peak_rate,
         "gate": settings.gate,
         "fresh optimizer": settings.fresh,
+        "LoRA": settings.adapter,
         "training text": text.hexdigest(),
     }
 

@@ -214,7 +214,9 @@ def test_lora_leaves_an_adapter_and_a_merged_checkpoint_that_agree():
         plain, expected = base(ids).logits, merged(ids).logits
         adapted = PeftModel.from_pretrained(base, result.adapter).eval()(ids).logits
     assert torch.allclose(adapted, expected, atol=1e-4) and not torch.allclose(plain, expected, atol=1e-2)
-    assert json.loads(Path("tuned/ropext.json").read_text())["training"]["lora"] == 4
+    with pytest.raises(Refused, match="is an adapter. Name the merged checkpoint"):
+        api.evaluate([result.adapter], lengths=(64,), data="long.txt")
+    assert json.loads(Path("tuned/ropext.json").read_text())["training"]["lora"] == "rank 4 with norms and embeddings"
     config = json.loads(Path("tuned/config.json").read_text())
     assert config["rope_scaling"] == json.loads(Path("patched/config.json").read_text())["rope_scaling"]
 
@@ -257,6 +259,15 @@ def test_sigterm_saves_and_exits_and_the_run_goes_on_to_the_same_bits(lora, gate
     mine, theirs = load_file("tuned/model.safetensors"), load_file("undisturbed/model.safetensors")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert curves()["loss"] == curves("undisturbed.run")["loss"]
+
+
+def test_a_run_is_not_resumed_with_another_adapter():
+    patched()
+    root = str(Path(__file__).parents[1])
+    program = STOPPED.format(root=root, call=3, number=int(signal.SIGTERM), lora=4, gate=None)
+    subprocess.run([sys.executable, "-c", program], capture_output=True)
+    with pytest.raises(Refused, match="LoRA was rank 4 with norms and embeddings, now rank 4"):
+        tune(resume=True, lora=4, lora_only=True)
 
 
 def test_as_many_states_are_kept_as_asked_for(monkeypatch):

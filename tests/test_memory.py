@@ -7,7 +7,7 @@ import torch
 
 from ropext import memory
 from ropext.load import load_model
-from ropext.loss import HEAD_BLOCK, mean_loss
+from ropext.loss import HEAD_BLOCK, summed_loss
 from ropext.memory import (
     activation_bytes,
     available_bytes,
@@ -120,7 +120,8 @@ def test_the_predicted_peak_is_near_what_a_step_allocates(tmp_path, tokens, pass
 
     def step():
         for _ in range(passes):
-            mean_loss(model, torch.randint(320, (1, tokens))).backward()
+            ids = torch.randint(320, (1, tokens))
+            summed_loss(model, ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -140,7 +141,8 @@ def test_a_saved_state_takes_three_floats_for_each_parameter(tmp_path):
     model = load_model(make_checkpoint(tmp_path / "checkpoint", hidden_size=256))
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    mean_loss(model, torch.randint(320, (1, 16))).backward()
+    ids = torch.randint(320, (1, 16))
+    summed_loss(model, ids, ids).backward()
     optimizer.step()
     accelerator.save_state(str(tmp_path / "state"))
     state = sum(path.stat().st_size for path in (tmp_path / "state").iterdir())

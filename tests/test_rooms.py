@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Seconds each, so only where they are used.
 HEAVY = (
     *("torch", "transformers", "accelerate", "matplotlib", "numpy", "huggingface_hub"),
-    *("lm_eval", "datasets", "pyarrow", "jinja2"),
+    *("lm_eval", "datasets", "pyarrow", "jinja2", "peft"),
 )
 
 # Top to bottom. `demo` is where the built-in checkpoint lies: a path, which imports nothing, so any room may ask it.

@@ -200,6 +200,7 @@ def finetune(
     lora: int | None = None,
     lora_only: bool = False,
     gate: float | None = None,
+    memory: int | None = None,
     fresh_optimizer: bool = False,
     tokens_per_stage: int | None = None,
     steps_per_stage: int | None = None,
@@ -222,6 +223,7 @@ def finetune(
     that text's perplexity is no more than so much above the source's at short context, and its loss at the new length
     has stopped falling. `lora` is a rank, and trains norms and embeddings too unless `lora_only`; `out` is then the
     merged checkpoint, `out`.adapter the adapter.
+    Where activations would take more than half of the free memory, or of `memory` bytes, they are computed twice.
     `learning_rate` defaults to what the published recipes use, scaled to the model's width; `save_every` is in seconds,
     `keep` bounds the saved states. Under torchrun or accelerate launch all processes share each step's batch.
     Raises Refused before the first step for a schedule, text or checkpoint that cannot work.
@@ -286,6 +288,7 @@ def finetune(
             save_every=save_every,
             keep=keep,
             gate=gate,
+            memory=memory,
             fresh=fresh_optimizer,
             adapter=_adapter(lora, lora_only),
             progress=progress,

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ropext.errors import GateNotMet, RopextError, UsageError
-from ropext.lengths import parse_length, parse_lengths, parse_percent, parse_schedule, parse_seconds
+from ropext.lengths import parse_bytes, parse_length, parse_lengths, parse_percent, parse_schedule, parse_seconds
 from ropext.rope import METHODS
 from ropext.version import __version__
 
@@ -130,6 +130,7 @@ def finetune(
     lora_only: Annotated[bool, typer.Option("--lora-only", help="With --lora: norms and embeddings stay.")] = False,
     gate: Annotated[bool, typer.Option("--gate", help="A stage ends when held-out losses are as they should.")] = False,
     gate_tolerance: Annotated[str, typer.Option(help="Perplexity that --gate allows at short context.")] = "3%",
+    memory: Annotated[str | None, typer.Option(help="What training may take, such as 24GB; default all free.")] = None,
     fresh_optimizer: Annotated[
         bool, typer.Option("--fresh-optimizer", help="Optimizer and rate begin anew with each stage.")
     ] = False,
@@ -164,6 +165,7 @@ def finetune(
         lora=lora,
         lora_only=lora_only,
         gate=parse_percent(gate_tolerance) if gate else None,
+        memory=None if memory is None else parse_bytes(memory),
         fresh_optimizer=fresh_optimizer,
         tokens_per_stage=_length(tokens_per_stage),
         steps_per_stage=steps_per_stage,

@@ -1,4 +1,4 @@
-"""Lengths in tokens, "8k" <-> 8192, growing schedules and free lists; times, "10m" -> 600 seconds; and percentages.
+"""Lengths in tokens, "8k" <-> 8192, growing schedules and free lists; times, "10m" -> 600 seconds; bytes; percentages.
 
 `k` is 1024 and `m` is 1024 * 1024, in either case.
 """
@@ -13,6 +13,12 @@ from ropext.errors import UsageError
 LONGEST = 2**24  # tokens; float32 counts no further without gaps
 _LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(r"([0-9]{1,9})([smh]?)", re.IGNORECASE | re.ASCII)
+_BYTES = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(|[kmgt]i?b)", re.IGNORECASE | re.ASCII)
+_BYTE_UNITS = {"": 1} | {
+    f"{unit}{middle}b": base**power
+    for power, unit in enumerate("kmgt", 1)
+    for middle, base in (("", 1000), ("i", 1024))
+}
 _UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
 
 
@@ -49,6 +55,15 @@ def parse_seconds(text: str) -> float:
     if seconds < 1:
         raise UsageError(f"a time is a whole number with s, m or h behind, such as 90s, 10m or 2h: found {text!r}")
     return float(seconds)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that "24GB", "512MB" or "2GiB" name; a plain number is bytes. Raises UsageError for anything else."""
+    match = _BYTES.fullmatch(text.strip())
+    found = int(float(match[1]) * _BYTE_UNITS[match[2].lower()]) if match else 0
+    if found < 1:
+        raise UsageError(f"an amount of memory is a number with MB, GB or GiB behind, such as 24GB: found {text!r}")
+    return found
 
 
 def parse_percent(text: str) -> float:

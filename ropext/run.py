@@ -7,6 +7,7 @@ is unfinished the saved states that --resume goes on from.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,9 +20,10 @@ from ropext.errors import Refused
 from ropext.extension import Extension
 from ropext.held_out import HeldOut
 from ropext.lengths import format_length
-from ropext.load import default_device, load_model, load_tokenizer, set_rotary
+from ropext.load import default_device, load_model, load_tokenizer, set_rotary, stock_config
 from ropext.loss import as_loss
 from ropext.material import Material
+from ropext.memory import available_bytes, disk_bytes, parameters, predict
 from ropext.process import Team
 from ropext.provenance import finetune_record
 from ropext.schedule import Stage
@@ -62,6 +64,7 @@ class Run:
         native = self.extension.native_length
         lengths = sorted({native, *(stage.length for stage in self.stages)})
         prepared = self.material.read(load_tokenizer(self.source.path), lengths)
+        self._check_room(device, say)
         model: Any = load_model(self.source.path, device=self.team.device or device or default_device())
         check_weights_fit(self.source, model)
         before = self._losses_before(model, prepared.held_out)
@@ -88,6 +91,37 @@ class Run:
             for state in saved_states(self.folder):
                 shutil.rmtree(state)
         return results
+
+    def _check_room(self, device: str | None, say: Say) -> None:
+        """Says what each stage needs at its peak, and refuses what memory or disk cannot hold.
+
+        Where activations are computed twice; of full training, since what LoRA needs is not predicted.
+        """
+        import torch
+
+        config: Any = stock_config(self.source.config)
+        place = torch.device(self.team.device or device or default_device())
+        free = min(available_bytes(place), self.settings.memory or sys.maxsize)
+        longest = max(stage.row for stage in self.stages)
+        for stage in self.stages if self.lora is None and self.team.size == 1 else ():
+            rows = min(stage.batch, longest // stage.row)
+            passes = -(-stage.batch // rows)
+            needed = predict(config, tokens=rows * stage.row, checkpointing=True, passes=passes)
+            say(f"memory    {format_length(stage.length)} stage: at least {needed}")
+            if needed.peak > free:
+                raise Refused(
+                    f"a stage must fit in memory: {format_length(stage.length)} needs {needed.peak / 1e9:.1f} GB, "
+                    f"{free / 1e9:.1f} GB are free; lower the longest length of --schedule, use --pose or --lora, or "
+                    "share the model between GPUs (recipes/accelerate/fsdp2.yaml)"
+                )
+        size = sum(file.size for file in self.source.weight_files.values())
+        disk = disk_bytes(parameters(config), checkpoint=size, stages=len(self.stages), states=self.settings.keep)
+        folder = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        if disk > (left := shutil.disk_usage(folder).free):
+            raise Refused(
+                f"a run needs {disk / 1e9:.1f} GB of disk, for saved states and a checkpoint a stage: found "
+                f"{left / 1e9:.1f} GB free for {self.out}; lower --keep, or choose another --out"
+            )
 
     def _losses_before(self, model: Any, held_out: HeldOut) -> dict[int, float]:
         """Of the checkpoint before its extension, within its native length: what a gate compares with."""

@@ -59,6 +59,7 @@ class Settings:
     keep: int = STATES_KEPT  # saved states
     gate: float | None = None  # how much more than the source a stage may lose at short context: 0.03 is 3%
     adapter: str = "none"  # which LoRA is trained, in words
+    memory: int | None = None  # bytes that training may take; None for all that is free
     fresh: bool = False  # optimizer state and rate curve begin anew with each stage
     progress: bool = True  # a bar on stderr
 
@@ -324,7 +325,7 @@ class _Run:
         pays = checkpointing_pays(
             activations=activations,
             training=0 if self.optimizer.state else training_bytes(trained_parameters(self.model)),
-            available=available_bytes(self.accelerator.device),
+            available=min(available_bytes(self.accelerator.device), self.settings.memory or sys.maxsize),
         )
         on = pays and bool(self.model.supports_gradient_checkpointing)
         _switch_checkpointing(self.model, on)

@@ -90,6 +90,9 @@ def test_a_template_that_writes_an_earlier_answer_otherwise_is_refused_unless_ma
     with pytest.raises(RopextError, match=r"a.jsonl:1 does not fit \(the template writes message 3 otherwise; mark"):
         tokenize_conversations(tokenizer, [talk(*TALK)])
     assert tokenize_conversations(tokenizer, [talk(*TALK[1:3])]).answers.any()
+    tokenizer.chat_template = MARKED.replace("{{ m.content }}{{ eos", "{{ m.content if loop.last else '...' }}{{ eos")
+    corpus = tokenize_conversations(tokenizer, [talk(*TALK)])
+    assert tokenizer.decode(corpus.tokens[corpus.answers]) == "...</s>No.</s>"
 
 
 def test_a_prompt_for_an_answer_that_the_answer_itself_does_not_have_is_refused(tokenizer):

@@ -350,3 +350,60 @@ def test_a_rank_is_at_least_one(rank):
     patched()
     with pytest.raises((UsageError, Refused), match="rank"):
         tune(lora=rank)
+
+
+# Memory and disk
+
+
+def test_a_stage_that_cannot_fit_is_refused_before_the_model_is_loaded(monkeypatch):
+    from ropext import run
+
+    patched()
+    monkeypatch.setattr(run, "load_model", lambda *arguments, **more: pytest.fail("loaded"))
+    said: list[str] = []
+    with pytest.raises(Refused, match=r"256 needs 0\.1 GB, 0\.0 GB are free; lower the longest length"):
+        tune(memory=1_000_000, say=said.append)
+    assert any(line.startswith("memory    256 stage: at least") for line in said)
+    monkeypatch.setattr(run, "disk_bytes", lambda *arguments, **more: 10**18)
+    with pytest.raises(Refused, match=r"a run needs 1000000000\.0 GB of disk"):
+        tune()
+    assert not Path("tuned.run").exists()
+
+
+def test_a_tight_memory_has_activations_computed_twice_and_changes_no_bit(monkeypatch):
+    from dataclasses import replace
+
+    from safetensors.torch import load_file
+
+    from ropext import run
+
+    predict = run.predict  # without what any model needs, beside which this one is nothing
+    monkeypatch.setattr(run, "predict", lambda *given, **more: replace(predict(*given, **more), libraries=0))
+    patched()
+    said: list[str] = []
+    tune(memory=8_000_000, say=said.append)
+    tune(out=Path("roomy"))
+    assert sum("gradient checkpointing" in line for line in said) == 2
+    mine, theirs = load_file("tuned/model.safetensors"), load_file("roomy/model.safetensors")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_how_a_batch_is_split_changes_its_gradients_by_rounding_only():
+    """Rows with uneven numbers of labels, one with none: four at once, and one at a time (CASES.md, D9)."""
+    from ropext.feed import UNSCORED, Batch
+    from ropext.loss import as_loss
+
+    make_checkpoint(Path("source"))
+    ids = torch.arange(3, 3 + 4 * 60).reshape(4, 60).numpy()
+    labels = ids.copy()
+    labels[0, :40], labels[1, :] = UNSCORED, UNSCORED
+    batch, found = Batch(ids=ids, labels=labels), []
+    for rows in (4, 1):
+        model = load_model("source")
+        for part in batch.split(rows):
+            loss = as_loss(model)(torch.from_numpy(part.ids), torch.from_numpy(part.labels), **part.arguments("cpu"))
+            (loss / batch.scored).backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert torch.isfinite(gradient).all()
+        assert torch.allclose(gradient, found[1][name], rtol=1e-5, atol=1e-7), name

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropext.errors import UsageError
-from ropext.lengths import format_length, parse_length, parse_lengths, parse_schedule
+from ropext.lengths import (
+    format_length,
+    parse_bytes,
+    parse_length,
+    parse_lengths,
+    parse_percent,
+    parse_schedule,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +93,27 @@ def test_a_length_is_written_in_the_largest_unit_that_is_exact(tokens, text):
 def test_what_is_written_is_read_back(tokens):
     assert parse_length(format_length(tokens)) == tokens
     assert parse_length(f"{tokens}K") == tokens * 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("24GB", 24 * 10**9), ("512mb", 512 * 10**6), ("2GiB", 2 * 2**30), ("1.5 kB", 1500), ("77", 77)]
+)
+def test_an_amount_of_memory_is_read_with_its_unit(text, found):
+    assert parse_bytes(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 PB", "0", "nan", "1e3"])
+def test_what_is_no_amount_of_memory_is_wrong_usage(text):
+    with pytest.raises(UsageError, match="an amount of memory"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "found"), [("2%", 0.02), ("0.5 %", 0.005), ("3", 0.03), ("0", 0.0)])
+def test_a_percentage_is_read_with_or_without_its_sign(text, found):
+    assert parse_percent(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("text", ["", "%", "-1%", "nan", "inf%", "2%%x"])
+def test_what_is_no_percentage_is_wrong_usage(text):
+    with pytest.raises(UsageError, match="a percentage"):
+        parse_percent(text)

@@ -4,9 +4,9 @@
 
 Both sides train the same llama (SmolLM2-135M's widths, 6 layers, random weights) for three optimizer steps on one
 sequence of 4096 tokens, in float32 with AdamW, and must report the same losses. The Trainer has gradient checkpointing;
-finetune chooses, once with all memory of this machine and once with no more than a tight `--memory`. Each runs in processes of its own
-that are started in turn; memory is the peak of the process (Linux) above what it held after its imports and above 16
-bytes per parameter; the seconds are those of the steps. Prints the ratios and the targets.
+finetune chooses, once with all memory of this machine and once with a tight `--memory`. Each runs in a process of its
+own that is started in turn; memory is the peak of the process (Linux) above what it held after its imports and above
+16 bytes per parameter; the seconds are those of the steps. Prints the ratios and the targets.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def finetune(
     from ropext.process import join_team
     from ropext.run import Run
     from ropext.schedule import plan_stages
-    from ropext.train import Settings
+    from ropext.training import Settings
 
     team = join_team(device)
     if team.rank:

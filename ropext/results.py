@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from ropext.figures import Measurement, ModelScores, Protocol
     from ropext.safety import Finding
-    from ropext.train import StageResult
+    from ropext.training import StageResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,8 @@ from ropext.process import Team
 from ropext.provenance import finetune_record
 from ropext.schedule import Stage
 from ropext.state import saved_states
-from ropext.train import Settings, StageResult, tune
+from ropext.train import tune
+from ropext.training import Settings, StageResult
 from ropext.write import check_weights_fit, json_bytes, patched_files, trained_weights, write_tuned
 
 Say = Callable[[str], None]

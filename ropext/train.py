@@ -9,98 +9,32 @@ Shapes: B sequences per optimizer step, T tokens in one. Rates are per optimizer
 
 from __future__ import annotations
 
-import hashlib
-import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ropext.adapter import trained_parameters
 from ropext.errors import GateNotMet, Refused, RopextError
-from ropext.feed import UNSCORED, Batch, Feed
+from ropext.feed import Feed
 from ropext.held_out import HeldOut
-from ropext.jumps import check_packing, check_skipping
 from ropext.lengths import format_length
-from ropext.loss import as_loss, check_head
+from ropext.loss import check_head
 from ropext.memory import activation_bytes, available_bytes, checkpointing_pays, training_bytes
 from ropext.pack import check_supply
+from ropext.prepare import check_feeds, prepare, progress_bar, share, switch_checkpointing
 from ropext.process import ALONE, Interrupt, Team, first_interrupt, forget_peak, out_of_memory, peak_memory, quiet
 from ropext.schedule import Stage, rate_at
-from ropext.score import has_changing_table
-from ropext.state import NEW, STATES_KEPT, lock, name_state, new_state, read_manifest, saved_states
+from ropext.state import NEW, lock, name_state, new_state, read_manifest, saved_states
+from ropext.training import Check, Place, Settings, StageResult, check_same, fingerprint, gate_missed
 from ropext.watch import Watch
 
-if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
-    from rich.progress import Progress
-
-BETAS = (0.9, 0.95)  # with no weight decay, as in PI (arXiv:2306.15595, section 3.1)
 CLIP_NORM = 1.0
 LINE_EVERY = 60.0  # seconds, where stderr is a file
-STATE_FORMAT = 2
 GATE_PATIENCE = 3  # times the planned steps of a stage
-STILL_FALLING = 0.01  # of the loss at a new length, between two looks: the gate waits for less
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What a run is, beside its stages and windows, and how it is watched."""
-
-    peak_rate: float
-    seed: int
-    source: str  # identity of the checkpoint that training starts from: a hash
-    save_every: float = 600.0  # seconds between saved states
-    keep: int = STATES_KEPT  # saved states
-    gate: float | None = None  # how much more than the source a stage may lose at short context: 0.03 is 3%
-    adapter: str = "none"  # which LoRA is trained, in words
-    memory: int | None = None  # bytes that training may take; None for all that is free
-    fresh: bool = False  # optimizer state and rate curve begin anew with each stage
-    progress: bool = True  # a bar on stderr
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageResult:
-    """What one stage did; its fields are the keys of `finetune --json`."""
-
-    length: int
-    factor: float
-    steps: int
-    tokens: int
-    loss_first: float  # nats per token in its first optimizer step
-    loss_last: float  # and in its last
-    held_out_before: Mapping[str, float]  # nats per token of text that is not trained on, by length
-    held_out_after: Mapping[str, float]
-    seconds: float  # in training steps, over all processes that took part
-    peak_memory_bytes: int  # on a GPU this stage's peak; else the most the process ever held, earlier stages included
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """A look at the held-out losses in the middle of a stage."""
-
-    step: int  # optimizer steps done in the stage
-    losses: Mapping[str, float]  # nats per token, by length
-
-
-@dataclass(kw_only=True, slots=True)
-class Place:
-    """How far a run has come: kept in the manifest of each saved state."""
-
-    stage: int = 0  # number of the stage in hand, from 0
-    step: int = 0  # optimizer steps done in it
-    loss_first: float = math.nan
-    loss_last: float = math.nan
-    seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    before: Mapping[str, float] = field(default_factory=dict)  # held-out losses when the stage began, by length
-    checks: list[Check] = field(default_factory=list)  # of a gate
-    results: list[StageResult] = field(default_factory=list)  # of the stages before it
 
 
 def tune(
@@ -174,9 +108,9 @@ class _Run:
         self.identity = fingerprint(feeds, stages, settings)
         self.total_steps = sum(stage.steps for stage in stages)
         self.was_training = bool(model.training)
-        self.accelerator, self.loss, self.optimizer = _prepare(model, settings, run_folder, team)
+        self.accelerator, self.loss, self.optimizer = prepare(model, settings, run_folder, team)
         self.model = self.accelerator.unwrap_model(self.loss).model
-        self.bar = _progress(settings.progress and team.rank == 0, sum(stage.tokens for stage in stages))
+        self.bar = progress_bar(settings.progress and team.rank == 0, sum(stage.tokens for stage in stages))
 
     @property
     def stage(self) -> Stage:
@@ -220,7 +154,7 @@ class _Run:
             if manifest is None:
                 self.say(f"{state} is damaged: falling back to the state before it")
                 continue
-            _check_same(manifest["settings"], self.identity)
+            check_same(manifest["settings"], self.identity)
             self.accelerator.load_state(str(state))
             place = manifest["place"]
             results = [StageResult(**result) for result in place.pop("results")]
@@ -328,7 +262,7 @@ class _Run:
             available=min(available_bytes(self.accelerator.device), self.settings.memory or sys.maxsize),
         )
         on = pays and bool(self.model.supports_gradient_checkpointing)
-        _switch_checkpointing(self.model, on)
+        switch_checkpointing(self.model, on)
         feed = self.feeds[self.place.stage]
         self.say(
             f"stage {self.place.stage + 1} of {len(self.stages)}: {format_length(stage.length)} tokens, factor "
@@ -391,7 +325,7 @@ class _Run:
         stage, place, team = self.stage, self.place, self.team
         feed = self.feeds[place.stage]
         batch = feed.batch(seed=self.settings.seed, stage=place.stage, step=place.step, size=stage.batch)
-        parts = list(_share(batch, team).split(self._rows_at_once()))
+        parts = list(share(batch, team).split(self._rows_at_once()))
         device, total = self.accelerator.device, 0.0
         for number, part in enumerate(parts):
             ids, labels = (torch.from_numpy(array).to(device) for array in (part.ids, part.labels))
@@ -453,148 +387,5 @@ class _Run:
         """Logs and bar finished, the model's modes as they were."""
         self.bar.stop()
         self.accelerator.end_training()
-        _switch_checkpointing(self.model, False)
+        switch_checkpointing(self.model, False)
         self.model.train(self.was_training)
-
-
-def _prepare(
-    model: Any, settings: Settings, run_folder: Path, team: Team
-) -> tuple[Accelerator, Any, torch.optim.Optimizer]:
-    """Accelerate's view of the loss of a model and of its optimizer, in float32, logging to TensorBoard.
-
-    Raises Refused where processes would not train together, or not as they were asked to.
-    """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
-
-    assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights are float32: load_model does that"
-    folders = ProjectConfiguration(project_dir=str(run_folder), logging_dir=str(run_folder / "logs"))
-    accelerator = Accelerator(
-        cpu=model.device.type == "cpu", mixed_precision="no", log_with="tensorboard", project_config=folders
-    )
-    seen = accelerator.num_processes
-    if seen != team.size:
-        raise Refused(f"all processes of a launch train one model: found {team.size}, of which Accelerate sees {seen}")
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type != DistributedType.FSDP:
-        found = accelerator.distributed_type.value
-        raise Refused(
-            f"FSDP was asked for, and Accelerate would run {found}: on a CPU it drops FSDP in silence. Use GPUs, or "
-            "leave FSDP out of the configuration"
-        )
-    parallelism = accelerator.parallelism_config
-    if parallelism is not None and (parallelism.cp_size > 1 or parallelism.sp_size > 1):
-        count = parallelism.cp_size * parallelism.sp_size
-        raise Refused(f"context parallelism is not built yet: found {count} processes to a row; leave it out")
-    set_seed(settings.seed, device_specific=team.size > 1)  # for dropout, where a model has it
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=settings.peak_rate, betas=BETAS, weight_decay=0.0, fused=True)
-    loss, optimizer = accelerator.prepare(as_loss(model), optimizer)
-    return accelerator, loss, optimizer
-
-
-def _share(batch: Batch, team: Team) -> Batch:
-    """The rows of one process: as many for each, so where rows are missing some that score nothing."""
-    import numpy as np
-
-    rows = np.arange(team.rank, -(-len(batch.ids) // team.size) * team.size, team.size)
-    labels = batch.labels[rows % len(batch.ids)]
-    labels[rows >= len(batch.ids)] = UNSCORED
-    rows %= len(batch.ids)
-    return replace(
-        batch, ids=batch.ids[rows], labels=labels, positions=None if batch.positions is None else batch.positions[rows]
-    )
-
-
-def _progress(shown: bool, tokens: int) -> Progress:
-    """A bar on stderr over the tokens of all stages; lines that others print meanwhile go above it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f}%"),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    bar = Progress(
-        *columns,
-        console=Console(stderr=True),
-        disable=not shown,
-        refresh_per_second=2,
-        speed_estimate_period=600.0,  # seconds; one step of a large model can take longer than the default of 30
-        redirect_stdout=sys.stdout.isatty(),  # a redirected stdout holds what was asked for, not the bar's lines
-    )
-    bar.add_task("", total=tokens, figures="")
-    return bar
-
-
-def _switch_checkpointing(model: Any, on: bool) -> None:
-    # transformers renamed both within its version 5; the older names now warn.
-    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if on:
-        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
-    else:
-        getattr(model, f"{word}_checkpointing_disable")()
-
-
-def check_feeds(model: Any, feeds: Sequence[Feed]) -> None:
-    """Raises an error where the model's code would make something else of the feeds' positions."""
-    if any(feed.packed for feed in feeds):
-        check_packing(model)
-    if any(feed.skips for feed in feeds):
-        if has_changing_table(model.config):
-            raise Refused(
-                "positions are skipped for a static rotary table: one that changes with the input's length (dynamic, "
-                "longrope) would follow the largest position of each batch. Leave out --pose, or patch by ntk or yarn"
-            )
-        check_skipping(model)
-
-
-def gate_missed(checks: Sequence[Check], length: int, source: Mapping[int, float], allowed: float) -> str | None:
-    """Why a stage at `length` may not end yet, in words; None where it may.
-
-    Its loss has stopped falling, and at every length of the source's losses it is no more than `allowed` above them: as
-    Llama 3 goes to a new length only when short-context scores are back (Dubey et al. 2024, arXiv:2407.21783, 3.4.2).
-    """
-    last = checks[-1].losses
-    for short, before in source.items():
-        rise = math.expm1(last[str(short)] - before)
-        if rise > allowed:
-            return f"the held-out perplexity at {short} is {rise:+.1%} against the source's, above {allowed:.1%}"
-    if len(checks) > 1 and (new := str(length)) in last:
-        fell = 1 - last[new] / checks[-2].losses[new]
-        if fell > STILL_FALLING:
-            return (
-                f"the held-out loss at {length} still falls, by {fell:.1%} in {checks[-1].step - checks[-2].step} steps"
-            )
-    return None
-
-
-def fingerprint(feeds: Sequence[Feed], stages: Sequence[Stage], settings: Settings) -> dict[str, Any]:
-    """What a resumed run must share with the run that was stopped, under the names that a person gives it."""
-    text = hashlib.sha256("".join(feed.sha256 for feed in feeds).encode())
-    return {
-        "state format": STATE_FORMAT,
-        "source checkpoint": settings.source,
-        "schedule": ", ".join(
-            f"{format_length(s.length)} at factor {s.factor!r}: {s.steps} steps of {s.batch}" for s in stages
-        ),
-        "seed": settings.seed,
-        "learning rate": settings.peak_rate,
-        "gate": settings.gate,
-        "fresh optimizer": settings.fresh,
-        "LoRA": settings.adapter,
-        "training text": text.hexdigest(),
-    }
-
-
-def _check_same(then: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = [f"{name} was {then.get(name)}, now {value}" for name, value in now.items() if then.get(name) != value]
-    if changed:
-        raise Refused(
-            f"--resume continues a run as it was started: {'; '.join(changed)}; give what was given then, or start "
-            "anew with another --out"
-        )

@@ -26,7 +26,7 @@ ROOMS = [
     *("provenance", "extension", "staging", "write", "load", "loaded"),
     *("texts", "recipe", "memory", "schedule", "feed", "pack", "packing", "pose", "mixture", "chat", "jumps"),
     *("loss", "process", "cut", "figures", "summary", "score", "held_out", "material", "watch", "state"),
-    *("adapter", "train", "run"),
+    *("training", "prepare", "adapter", "train", "run"),
     *("kept", "measure", "inspection", "entrant", "retrieval", "compare", "gate"),
     *("probe", "report", "export", "workspace"),
     *("results", "api", "ropext", "show", "cli", "__main__", "demo.build"),

@@ -27,11 +27,12 @@ from ropext.load import load_model
 from ropext.pack import Corpus
 from ropext.schedule import plan_stages, rate_at
 from ropext.state import saved_states
+from ropext.training import Settings
 from tests.tiny import make_checkpoint
 
 PEAK = 1e-3
 STEPS = 4  # in each of two stages
-SETTINGS = train.Settings(peak_rate=PEAK, seed=3, source="tiny", save_every=0.0, progress=False)
+SETTINGS = Settings(peak_rate=PEAK, seed=3, source="tiny", save_every=0.0, progress=False)
 
 
 def schedule(lengths=(32, 64), batch_tokens=None):
@@ -53,7 +54,7 @@ class Run:
     checkpoint: Path
     folder: Path
     stages: tuple = field(default_factory=schedule)
-    settings: train.Settings = SETTINGS
+    settings: Settings = SETTINGS
     corpus: Corpus = field(default_factory=text)
     entered: list = field(default_factory=list)
     left: list = field(default_factory=list)

@@ -32,6 +32,8 @@ COMMAND = (
     "1",
 )
 
+SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
 
 def main(kills: int) -> None:
     from safetensors.torch import load_file
@@ -52,17 +54,17 @@ def main(kills: int) -> None:
         make_checkpoint(folder / "source", attention_dropout=0.1)
         api.patch(str(folder / "source"), method="progressive", factor=4.0, out=folder / "patched")
         start = time.monotonic()
-        subprocess.run([*COMMAND, "--out", "alone"], cwd=folder, check=True, capture_output=True)
-        whole, killed = time.monotonic() - start, 0
+        alone = subprocess.Popen([*COMMAND, "--out", "alone"], cwd=folder, **SILENT)
+        while not list((folder / "alone.run").glob("state-*")):
+            time.sleep(0.1)
+        ready = time.monotonic() - start
+        assert alone.wait() == 0
+        rest, killed = time.monotonic() - start - ready, 0
         while not (folder / "killed").exists():
-            child = subprocess.Popen(
-                [*COMMAND, "--out", "killed", "--resume"],
-                cwd=folder,
-                stderr=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            child = subprocess.Popen([*COMMAND, "--out", "killed", "--resume"], cwd=folder, **SILENT)
+            soon = ready + draw.uniform(0, 2 * rest / (kills + 1))
             try:
-                child.wait(timeout=draw.uniform(0.5, 1) * whole if killed < kills else None)
+                child.wait(timeout=soon if killed < kills else None)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

@@ -64,29 +64,29 @@ def main(folder: Path, tokens: int) -> None:
         name: api.evaluate(["built-in"], methods=[name], factor=4.0, lengths=LENGTHS, documents=12, **quiet)
         for name in ("ntk", "linear", "yarn")
     }
-    for way in ways():
-        for seed in way.seeds:
-            key = f"{way.name}, seed {seed}, {tokens} tokens"
-            if key not in results:
+    for seed in (0, 1, 2):
+        for way in ways():
+            key = key_of(way, seed, tokens)
+            if seed in way.seeds and key not in results:
                 results[key] = run(way, seed, tokens)
                 kept.write_text(json.dumps(results, indent=2))
                 print(key, results[key], flush=True)
-    print(
-        f"\n{tokens} tokens in all\n\n| way | seeds | "
-        + " | ".join(str(length) for length in LENGTHS)
-        + " |\n|---|---|---|---|---|"
-    )
+    print(f"\n{tokens} tokens in all\n\n| way | seeds | {' | '.join(map(str, LENGTHS))} |\n|---|---|---|---|---|")
     source = next(iter(untuned.values())).models[0]
-    print("| source | | " + " | ".join(f"{figure.perplexity:.2f}" for figure in source.results) + " |")
+    row("source", "", [f"{figure.perplexity:.2f}" for figure in source.results])
     for name, found in untuned.items():
-        print(f"| {name}, not trained | | " + " | ".join(f"{r.perplexity:.2f}" for r in found.models[1].results) + " |")
+        row(f"{name}, not trained", "", [f"{figure.perplexity:.2f}" for figure in found.models[1].results])
     for way in ways():
-        rows = [results[f"{way.name}, seed {seed}, {tokens} tokens"] for seed in way.seeds]
-        print(
-            f"| {way.name} | {len(rows)} | "
-            + " | ".join(shown([row[number] for row in rows]) for number in range(3))
-            + " |"
-        )
+        found = [results[key_of(way, seed, tokens)] for seed in way.seeds]
+        row(way.name, str(len(found)), [shown(list(column)) for column in zip(*found, strict=True)])
+
+
+def key_of(way: Way, seed: int, tokens: int) -> str:
+    return f"{way.name}, seed {seed}, {tokens} tokens"
+
+
+def row(name: str, seeds: str, cells: list[str]) -> None:
+    print(f"| {name} | {seeds} | {' | '.join(cells)} |")
 
 
 def run(way: Way, seed: int, tokens: int) -> list[float]:

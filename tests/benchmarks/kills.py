@@ -62,7 +62,7 @@ def main(kills: int) -> None:
         rest, killed = time.monotonic() - start - ready, 0
         while not (folder / "killed").exists():
             child = subprocess.Popen([*COMMAND, "--out", "killed", "--resume"], cwd=folder, **SILENT)
-            soon = ready + draw.uniform(0, 2 * rest / (kills + 1))
+            soon = ready + draw.uniform(0, rest / (kills + 1))
             try:
                 child.wait(timeout=soon if killed < kills else None)
             except subprocess.TimeoutExpired:

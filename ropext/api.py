@@ -201,6 +201,7 @@ def finetune(
     lora_only: bool = False,
     gate: float | None = None,
     memory: int | None = None,
+    tracker: str = "tensorboard",
     fresh_optimizer: bool = False,
     tokens_per_stage: int | None = None,
     steps_per_stage: int | None = None,
@@ -231,6 +232,7 @@ def finetune(
     from ropext.extension import Extension
     from ropext.kept import weights_identity
     from ropext.material import Material
+    from ropext.prepare import check_tracker
     from ropext.process import join_team
     from ropext.run import Run
     from ropext.schedule import plan_stages
@@ -250,6 +252,7 @@ def finetune(
         raise UsageError("fine-tuning needs text: add --data with a text file, a folder, a .jsonl or a .parquet file")
     if lora_only and lora is None:
         raise UsageError("--lora-only says what --lora trains: add --lora with a rank, such as 8")
+    check_tracker(tracker)
     if keep < 1:
         raise UsageError(f"--keep is at least 1, or a stopped run has nothing to go on from: found {keep}")
     material = Material(
@@ -289,6 +292,7 @@ def finetune(
             keep=keep,
             gate=gate,
             memory=memory,
+            tracker=tracker,
             fresh=fresh_optimizer,
             adapter=_adapter(lora, lora_only),
             progress=progress,

@@ -131,6 +131,7 @@ def finetune(
     gate: Annotated[bool, typer.Option("--gate", help="A stage ends when held-out losses are as they should.")] = False,
     gate_tolerance: Annotated[str, typer.Option(help="Perplexity that --gate allows at short context.")] = "3%",
     memory: Annotated[str | None, typer.Option(help="What training may take, such as 24GB; default all free.")] = None,
+    tracker: Annotated[str, typer.Option(help="Where logs go: a tracker that Accelerate knows.")] = "tensorboard",
     fresh_optimizer: Annotated[
         bool, typer.Option("--fresh-optimizer", help="Optimizer and rate begin anew with each stage.")
     ] = False,
@@ -166,6 +167,7 @@ def finetune(
         lora_only=lora_only,
         gate=parse_percent(gate_tolerance) if gate else None,
         memory=None if memory is None else parse_bytes(memory),
+        tracker=tracker,
         fresh_optimizer=fresh_optimizer,
         tokens_per_stage=_length(tokens_per_stage),
         steps_per_stage=steps_per_stage,

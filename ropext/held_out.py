@@ -5,7 +5,7 @@ Shapes: N windows of W tokens (BOS counted), the same for all lengths, as the `t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WINDOWS = 4  # of the longest length: enough to see a change of one model, too few to compare two
+OCTAVES = [2**power for power in range(8, 25)]  # positions
 SHARE = 0.05  # of the text, at most, is held out where no other is named
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """Mean losses of one model, in nats per token."""
+
+    by_length: Mapping[int, float]
+    by_position: Mapping[str, float]  # of the longest windows, by where the token is predicted from, an octave each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,27 +74,32 @@ class HeldOut:
         )
         return corpus.without_ends({n: body for n in taken}), cls(windows=windows, lengths=tuple(sorted(fitting)))
 
-    def score(self, loss: Any, model: Any, team: Team) -> dict[int, float]:
-        """Mean loss in nats at each length of the model in the module `loss` (loss.as_loss), whatever wraps it."""
+    def score(self, loss: Any, model: Any, team: Team) -> Losses:
+        """Of the model in the module `loss` (loss.as_loss), whatever wraps it."""
+        import numpy as np
         import torch
 
         if not self.lengths:
-            return {}
+            return Losses(by_length={}, by_position={})
         ids = torch.from_numpy(self.windows.ids[:WINDOWS]).long().to(model.device)
         changing, was_training = has_changing_table(model.config), loss.training
         groups = [(length,) for length in self.lengths] if changing else [self.lengths]
-        totals = dict.fromkeys(self.lengths, 0.0)
+        sums = {max(group): np.zeros(max(group) - 1) for group in groups}  # of each position but the first
         loss.eval()
         with torch.no_grad():
-            for group in groups:
+            for longest, total in sums.items():
                 for number in range(0, len(ids), team.size):  # all processes take part in each forward pass
                     row = (number + team.rank) % len(ids)
                     if changing:
                         refresh_rotary(model)
-                    losses = loss(ids[row : row + 1, : max(group)])[0]
+                    losses = loss(ids[row : row + 1, :longest])[0].numpy()
                     if number + team.rank < len(ids):
-                        for length in group:
-                            totals[length] += float(losses[: length - 1].sum())
+                        total += losses
         loss.train(was_training)
-        together = team.gather(totals)
-        return {n: sum(one[n] for one in together) / (len(ids) * (n - 1)) for n in self.lengths}
+        together = team.gather(sums)
+        means = {n: np.sum([one[n] for one in together], axis=0) / len(ids) for n in sums}
+        whole = means[max(self.lengths)]
+        by_length = {n: float((means[n] if changing else whole)[: n - 1].mean()) for n in self.lengths}
+        edges = [0, *(edge for edge in OCTAVES if edge < len(whole)), len(whole)]
+        by_position = {f"{a}_to_{b}": float(whole[a:b].mean()) for a, b in zip(edges, edges[1:], strict=False)}
+        return Losses(by_length=by_length, by_position=by_position)

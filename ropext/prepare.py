@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropext.errors import Refused
+from ropext.errors import Refused, UsageError
 from ropext.feed import UNSCORED, Batch, Feed
 from ropext.jumps import check_packing, check_skipping
 from ropext.loss import as_loss
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 BETAS = (0.9, 0.95)  # with no weight decay, as in PI (arXiv:2306.15595, section 3.1)
+
+
+def check_tracker(name: str) -> None:
+    """Raises UsageError for a tracker that Accelerate does not know, or whose package is not here."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    here = sorted(str(tracker) for tracker in get_available_trackers())
+    if name not in here:
+        known = sorted(str(tracker) for tracker in LOGGER_TYPE_TO_CLASS)
+        found = f"{name!r}, whose package is not installed" if name in known else repr(name)
+        raise UsageError(f"--tracker is one of {', '.join(here)} here: found {found}")
 
 
 def check_feeds(model: Any, feeds: Sequence[Feed]) -> None:
@@ -52,7 +63,7 @@ def prepare(
     assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights are float32: load_model does that"
     folders = ProjectConfiguration(project_dir=str(run_folder), logging_dir=str(run_folder / "logs"))
     accelerator = Accelerator(
-        cpu=model.device.type == "cpu", mixed_precision="no", log_with="tensorboard", project_config=folders
+        cpu=model.device.type == "cpu", mixed_precision="no", log_with=settings.tracker, project_config=folders
     )
     seen = accelerator.num_processes
     if seen != team.size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,7 @@ class Run:
                 f"{left / 1e9:.1f} GB free for {self.out}; lower --keep, or choose another --out"
             )
 
-    def _losses_before(self, model: Any, held_out: HeldOut) -> dict[int, float]:
+    def _losses_before(self, model: Any, held_out: HeldOut) -> Mapping[int, float]:
         """Of the checkpoint before its extension, within its native length: what a gate compares with."""
         if self.settings.gate is None:
             return {}
@@ -138,7 +138,7 @@ class Run:
         set_rotary(model, self.extension.config_before)
         losses = short.score(as_loss(model), model, self.team)
         set_rotary(model, self.source.config)
-        return losses
+        return losses.by_length
 
     def _leave(self, documents: Sequence[str], model: Any, stage: Stage, results: Sequence[StageResult]) -> None:
         """Write the checkpoint of a finished stage; one that a killed run already left is written again."""

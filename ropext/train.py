@@ -146,7 +146,7 @@ class _Run:
         self.bar.start()
         # Steps that a killed run logged after its last state are taken again, and shown once.
         purge = {"tensorboard": {"purge_step": self.global_step + 1}}
-        self.accelerator.init_trackers("finetune", init_kwargs=purge)
+        self.accelerator.init_trackers("finetune", init_kwargs=purge if self.settings.tracker == "tensorboard" else {})
 
     def _take_up(self, states: Sequence[Path]) -> None:
         for state in states:
@@ -214,8 +214,10 @@ class _Run:
         if self.held_out is None:
             return {}
         found = self.held_out.score(self.loss, self.model, self.team)
-        self.accelerator.log({f"held_out/{n}": loss for n, loss in found.items()}, step=self.global_step)
-        return {str(length): loss for length, loss in found.items()}
+        figures = {f"held_out/{length}": loss for length, loss in found.by_length.items()}
+        figures |= {f"held_out_position/{place}": loss for place, loss in found.by_position.items()}
+        self.accelerator.log(figures, step=self.global_step)
+        return {str(length): loss for length, loss in found.by_length.items()}
 
     def _finished(self) -> bool:
         """Whether the stage may end: its steps are done and, with a gate, held-out losses are as they should be.

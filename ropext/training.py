@@ -34,6 +34,7 @@ class Settings:
     adapter: str = "none"  # which LoRA is trained, in words
     memory: int | None = None  # bytes that training may take; None for all that is free
     fresh: bool = False  # optimizer state and rate curve begin anew with each stage
+    tracker: str = "tensorboard"  # Accelerate's name of what logs are written for
     progress: bool = True  # a bar on stderr
 
 

@@ -62,8 +62,11 @@ def test_what_each_stage_gained_and_cost_is_in_the_result_the_record_and_the_log
     assert second.held_out_before == first.held_out_after != first.held_out_before
     recorded = json.loads(Path("tuned/ropext.json").read_text())["training"]["stages"]
     assert recorded[1]["held_out_after"] == second.held_out_after
-    logged = curves()["held_out/1024"]
-    assert [value for _, value in logged][-1] == pytest.approx(second.held_out_after["1024"])
+    logged = curves()
+    assert logged["held_out/1024"][-1][1] == pytest.approx(second.held_out_after["1024"])
+    blocks = {"0_to_256": 256, "256_to_512": 256, "512_to_1023": 511}
+    places = sum(logged[f"held_out_position/{name}"][-1][1] * size for name, size in blocks.items()) / 1023
+    assert places == pytest.approx(second.held_out_after["1024"], rel=1e-6)
 
 
 def test_held_out_losses_are_those_of_a_plain_loop_over_text_that_is_not_trained_on():
@@ -129,7 +132,7 @@ def test_a_gate_compares_with_the_source_before_its_extension(monkeypatch):
     with pytest.raises(GateNotMet, match="held-out perplexity at 256 is .* against the source's, above -100.0%"):
         tune(gate=-1.0)
     losses, rope = seen["first"]
-    assert set(losses) == {256} and rope["rope_type"] == "default"
+    assert set(losses.by_length) == {256} and rope["rope_type"] == "default"
 
 
 def test_a_gate_without_held_out_text_is_refused():
@@ -336,6 +339,8 @@ def test_a_gradient_that_explodes_stops_the_stage_with_the_layer_named(monkeypat
         ({"chat": True, "data": "long.txt"}, "--chat reads conversations from a .jsonl file"),
         ({"short_data": "short.jsonl", "short_share": 1.0}, "between 0 and 1"),
         ({"keep": 0}, "--keep"),
+        ({"tracker": "nothing"}, "--tracker is one of .*tensorboard.* here: found 'nothing'"),
+        ({"tracker": "aim"}, "found 'aim', whose package is not installed"),
     ],
 )
 def test_options_that_contradict_each_other_are_wrong_usage(options, says):

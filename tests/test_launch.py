@@ -139,7 +139,7 @@ weights = trained_weights(model)
 if team.rank == 0:
     source = open_checkpoint(Path("source"))
     write_tuned(source, weights, Path(sys.argv[1]), {"config.json": source.read("config.json")})
-    print(repr((scores, norms)))
+    print(repr((dict(scores.by_length), norms)))
 team.gather(None)
 """
 

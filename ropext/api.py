@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # each command pays for the rooms that it uses
     from ropext.entrant import Entrant
     from ropext.inspection import Inspection
     from ropext.loaded import ModelPatchResult
+    from ropext.schedule import Wish
 
 SCORES = workspace.RUNS / "scores"  # kept losses, and hashes of weights
 Say = Callable[[str], None]
@@ -188,7 +189,8 @@ def revert(model: str, *, out: Path) -> RevertResult:
 def finetune(
     model: str | None = None,
     *,
-    schedule: Sequence[int],
+    schedule: Sequence[int] = (),
+    recipe: Path | None = None,
     data: str | None = None,
     text_field: str = "text",
     chat: bool = False,
@@ -218,6 +220,7 @@ def finetune(
 ) -> FinetuneResult:
     """Train a patched checkpoint in growing stages; `out` gets the last stage's checkpoint, `out`.run the others.
 
+    Stages are the lengths of `schedule`, or what a `recipe` (ropext.recipe) says of each.
     `chat` takes rows of messages and learns the answers, `pack` lets short documents share rows, `pose` skips positions
     in rows of the native length, `short_data` is mixed in as `short_share` of the rows. `held_out` names text to score
     before and after each stage; left out, some of `data` is kept back. With a `gate` (0.03 is 3%) a stage ends when
@@ -252,6 +255,7 @@ def finetune(
         raise UsageError("fine-tuning needs text: add --data with a text file, a folder, a .jsonl or a .parquet file")
     if lora_only and lora is None:
         raise UsageError("--lora-only says what --lora trains: add --lora with a rank, such as 8")
+    wishes = _wishes(schedule, recipe, tokens_per_stage, steps_per_stage, batch_tokens)
     check_tracker(tracker)
     if keep < 1:
         raise UsageError(f"--keep is at least 1, or a stopped run has nothing to go on from: found {keep}")
@@ -275,14 +279,11 @@ def finetune(
         extension=extension,
         material=material,
         stages=plan_stages(
-            schedule,
+            wishes,
             native_length=extension.native_length,
             window=extension.window,
             progressive=extension.progressive,
             skips=pose,
-            tokens_per_stage=tokens_per_stage,
-            steps_per_stage=steps_per_stage,
-            batch_tokens=batch_tokens,
         ),
         settings=Settings(
             peak_rate=_rate(source, learning_rate),
@@ -311,8 +312,33 @@ def finetune(
         adapter=str(run.adapter) if lora else None,
         logs=str(run.folder / "logs"),
         written=team.rank == 0,
-        native_length=max(facts.native_length, *schedule),
+        native_length=max(facts.native_length, *(stage.length for stage in run.stages)),
     )
+
+
+def _wishes(
+    schedule: Sequence[int], recipe: Path | None, tokens: int | None, steps: int | None, batch_tokens: int | None
+) -> list[Wish]:
+    """What is asked of each stage: the same of all, or what a recipe says of each."""
+    from ropext.schedule import Wish
+
+    if bool(schedule) == (recipe is not None):
+        raise UsageError("stages are those of --schedule or of --recipe: give one of them")
+    if recipe is None:
+        return [Wish(length=length, tokens=tokens, steps=steps, batch_tokens=batch_tokens) for length in schedule]
+    from ropext.recipe import read_recipe
+
+    return [
+        Wish(
+            length=stage.length,
+            tokens=stage.tokens or (tokens if stage.steps is None else None),
+            steps=stage.steps or (steps if stage.tokens is None else None),
+            batch_tokens=stage.batch_tokens or batch_tokens,
+            peak_rate=stage.learning_rate,
+            factor=stage.factor,
+        )
+        for stage in read_recipe(recipe).stages
+    ]
 
 
 def _adapter(rank: int | None, lora_only: bool) -> str:

@@ -118,6 +118,7 @@ def patch(
 def finetune(
     model: Model = None,
     schedule: Annotated[str | None, typer.Option(help="Growing stage lengths, such as 2k,4k,8k.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="YAML file with length, tokens, rate of each stage.")] = None,
     data: Data = None,
     text_field: TextField = "text",
     chat: Annotated[bool, typer.Option("--chat", help="Rows of messages; only the answers are learnt.")] = False,
@@ -150,11 +151,12 @@ def finetune(
     """Train a patched checkpoint in growing stages: ropext finetune --schedule 2k,4k,8k"""
     from ropext import api, show
 
-    if schedule is None:
+    if schedule is None and recipe is None:
         raise UsageError("a schedule is needed: add --schedule with growing lengths, such as 2k,4k,8k")
     result = api.finetune(
         model,
-        schedule=parse_schedule(schedule),
+        schedule=() if schedule is None else parse_schedule(schedule),
+        recipe=recipe,
         data=data,
         text_field=text_field,
         chat=chat,

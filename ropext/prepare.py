@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from rich.progress import Progress
 
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.([0-9]+)\.")
 BETAS = (0.9, 0.95)  # with no weight decay, as in PI (arXiv:2306.15595, section 3.1)
 
 
@@ -34,6 +37,15 @@ def check_tracker(name: str) -> None:
         known = sorted(str(tracker) for tracker in LOGGER_TYPE_TO_CLASS)
         found = f"{name!r}, whose package is not installed" if name in known else repr(name)
         raise UsageError(f"--tracker is one of {', '.join(here)} here: found {found}")
+
+
+def wait_for_log_order(logs: Path) -> None:
+    """Lets a second pass where an event file of this second is there: TensorBoard reads the files of a run in order of
+    their names, which tell second and process, so those of a quickly resumed run could come before what they continue.
+    """
+    seconds = [int(found[1]) for file in logs.rglob("*") if (found := _EVENT_FILE.match(file.name))]
+    while seconds and int(time.time()) <= max(seconds):
+        time.sleep(0.05)
 
 
 def check_feeds(model: Any, feeds: Sequence[Feed]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from ropext.adapter import add_lora, merged_state, save_adapter
 from ropext.checkpoint import RECORD, Checkpoint
 from ropext.errors import Refused
-from ropext.extension import Extension
+from ropext.extension import Extension, StageRope
 from ropext.held_out import HeldOut
 from ropext.lengths import format_length
 from ropext.load import default_device, load_model, load_tokenizer, set_rotary, stock_config
@@ -80,7 +80,7 @@ class Run:
             self.stages,
             self.settings,
             run_folder=self.folder,
-            enter_stage=lambda model, stage: set_rotary(model, self.extension.at(stage.length).config),
+            enter_stage=lambda model, stage: set_rotary(model, self._rope(stage).config),
             leave_stage=partial(self._leave, prepared.documents),
             say=say,
             held_out=prepared.held_out,
@@ -92,6 +92,10 @@ class Run:
             for state in saved_states(self.folder):
                 shutil.rmtree(state)
         return results
+
+    def _rope(self, stage: Stage) -> StageRope:
+        """A progressive patch has as much factor as the stage says, at least what its length needs."""
+        return self.extension.at(max(stage.length, round(stage.factor * self.extension.native_length)))
 
     def _check_room(self, device: str | None, say: Say) -> None:
         """Says what each stage needs at its peak, and refuses what memory or disk cannot hold.
@@ -142,7 +146,7 @@ class Run:
 
     def _leave(self, documents: Sequence[str], model: Any, stage: Stage, results: Sequence[StageResult]) -> None:
         """Write the checkpoint of a finished stage; one that a killed run already left is written again."""
-        rope = self.extension.at(stage.length)
+        rope = self._rope(stage)
         files = patched_files(self.source, rope.config, self.source.config["max_position_embeddings"], rope.window)
         record = finetune_record(
             self.source,

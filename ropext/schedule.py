@@ -25,6 +25,7 @@ class Stage:
     steps: int  # optimizer steps
     tokens: int  # in all steps together: steps * batch * row
     batch: int  # rows per optimizer step
+    peak_rate: float | None = None  # of its part of the rate curve; None for the run's
     window: int | None = None  # tokens in a row where positions are skipped to reach `length` (PoSE)
 
     @property
@@ -33,54 +34,89 @@ class Stage:
         return self.window or self.length
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What is asked of one stage; None: the default."""
+
+    length: int  # tokens
+    tokens: int | None = None  # in all steps together
+    steps: int | None = None
+    batch_tokens: int | None = None  # of an optimizer step
+    peak_rate: float | None = None
+    factor: float | None = None  # of a progressive patch
+
+
 def plan_stages(
-    lengths: Sequence[int],
-    *,
-    native_length: int,
-    window: int,
-    progressive: bool,
-    skips: bool = False,
-    tokens_per_stage: int | None = None,
-    steps_per_stage: int | None = None,
-    batch_tokens: int | None = None,
+    wishes: Sequence[Wish], *, native_length: int, window: int, progressive: bool, skips: bool = False
 ) -> tuple[Stage, ...]:
-    """Growing `lengths` -> stages of equal tokens or equal steps, within the patched `window`.
+    """Stages of growing length within the patched `window`.
 
     A fixed patch trains every stage at window / native length, a progressive one at stage length / native length
-    (at least 1). An optimizer step takes about `batch_tokens` tokens, as many as the longest stage length unless told.
-
-    With `skips` a row is no longer than the native length, whatever its positions reach.
+    (at least 1) unless a larger factor is asked for. An optimizer step takes about as many tokens as the longest row
+    unless told. With `skips` a row is no longer than the native length, whatever its positions reach.
 
     Raises UsageError for contradicting or empty amounts, Refused for a schedule that the patch does not fit.
     """
-    if tokens_per_stage is not None and steps_per_stage is not None:
-        raise UsageError("a stage is as long as --tokens-per-stage or --steps-per-stage says: found both, give one")
-    for option, amount in (
-        ("--tokens-per-stage", tokens_per_stage),
-        ("--steps-per-stage", steps_per_stage),
-        ("--batch-tokens", batch_tokens),
-    ):
-        if amount is not None and amount < 1:
-            raise UsageError(f"{option} is a whole number above 0: found {amount}")
+    lengths = [wish.length for wish in wishes]
+    for wish in wishes:
+        _check_amounts(wish)
+    for shorter, longer in zip(lengths, lengths[1:], strict=False):
+        if longer <= shorter:
+            raise UsageError(f"each stage is longer than the one before: found {longer} after {shorter}")
     _check_window(lengths, native_length=native_length, window=window, progressive=progressive)
     rows = [min(length, native_length) if skips else length for length in lengths]
     stages = []
-    for length, row in zip(lengths, rows, strict=True):
-        batch = max(1, (batch_tokens or max(rows)) // row)
-        steps = steps_per_stage or STEPS_PER_STAGE
-        if tokens_per_stage is not None:
-            steps = -(-tokens_per_stage // (batch * row))
+    for wish, row in zip(wishes, rows, strict=True):
+        batch = max(1, (wish.batch_tokens or max(rows)) // row)
+        steps = wish.steps or STEPS_PER_STAGE
+        if wish.tokens is not None:
+            steps = -(-wish.tokens // (batch * row))
         stages.append(
             Stage(
-                length=length,
-                factor=max(1.0, length / native_length) if progressive else window / native_length,
+                length=wish.length,
+                factor=_factor(wish, native_length=native_length, window=window, progressive=progressive),
                 steps=steps,
                 tokens=steps * batch * row,
                 batch=batch,
                 window=row if skips else None,
+                peak_rate=wish.peak_rate,
             )
         )
+    if progressive and stages[-1].factor < window / native_length:
+        raise Refused(
+            f"the last stage of a progressive patch has its whole factor, {window / native_length:g}: found "
+            f"{stages[-1].factor:g}; leave it out of the recipe"
+        )
     return tuple(stages)
+
+
+def _check_amounts(wish: Wish) -> None:
+    if wish.tokens is not None and wish.steps is not None:
+        raise UsageError("a stage is as long as --tokens-per-stage or --steps-per-stage says: found both, give one")
+    for option, amount in (
+        ("--tokens-per-stage", wish.tokens),
+        ("--steps-per-stage", wish.steps),
+        ("--batch-tokens", wish.batch_tokens),
+    ):
+        if amount is not None and amount < 1:
+            raise UsageError(f"{option} is a whole number above 0: found {amount}")
+
+
+def _factor(wish: Wish, *, native_length: int, window: int, progressive: bool) -> float:
+    if not progressive:
+        if wish.factor is not None and wish.factor != window / native_length:
+            raise Refused(
+                f"a fixed patch trains every stage at its factor, {window / native_length:g}: found {wish.factor:g} at "
+                f"{format_length(wish.length)}; patch with --method progressive to let it grow"
+            )
+        return window / native_length
+    least = max(1.0, wish.length / native_length)
+    if wish.factor is not None and not least <= wish.factor <= window / native_length:
+        raise Refused(
+            f"a stage of {format_length(wish.length)} takes a factor from {least:g} to the patch's "
+            f"{window / native_length:g}: found {wish.factor:g}"
+        )
+    return least if wish.factor is None else wish.factor
 
 
 def _check_window(lengths: Sequence[int], *, native_length: int, window: int, progressive: bool) -> None:

@@ -25,7 +25,7 @@ from ropext.lengths import format_length
 from ropext.loss import check_head
 from ropext.memory import activation_bytes, available_bytes, checkpointing_pays, training_bytes
 from ropext.pack import check_supply
-from ropext.prepare import check_feeds, prepare, progress_bar, share, switch_checkpointing
+from ropext.prepare import check_feeds, prepare, progress_bar, share, switch_checkpointing, wait_for_log_order
 from ropext.process import ALONE, Interrupt, Team, first_interrupt, forget_peak, out_of_memory, peak_memory, quiet
 from ropext.schedule import Stage, rate_at
 from ropext.state import NEW, lock, name_state, new_state, read_manifest, saved_states
@@ -124,7 +124,8 @@ class _Run:
     @property
     def rate(self) -> float:
         """Of the next step; a step beyond the planned ones, which a gate asked for, has that of the last of them."""
-        stage, peak = self.stage, self.settings.peak_rate
+        stage = self.stage
+        peak = stage.peak_rate or self.settings.peak_rate
         step = min(self.place.step, stage.steps - 1)
         if self.settings.fresh:
             return rate_at(step, stage.steps, peak)
@@ -144,6 +145,7 @@ class _Run:
             self.say(f"no saved state in {self.folder}: starting from the beginning")
         self.model.train()
         self.bar.start()
+        wait_for_log_order(self.folder / "logs")
         # Steps that a killed run logged after its last state are taken again, and shown once.
         purge = {"tensorboard": {"purge_step": self.global_step + 1}}
         self.accelerator.init_trackers("finetune", init_kwargs=purge if self.settings.tracker == "tensorboard" else {})

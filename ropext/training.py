@@ -104,7 +104,9 @@ def fingerprint(feeds: Sequence[Feed], stages: Sequence[Stage], settings: Settin
         "state format": STATE_FORMAT,
         "source checkpoint": settings.source,
         "schedule": ", ".join(
-            f"{format_length(s.length)} at factor {s.factor!r}: {s.steps} steps of {s.batch}" for s in stages
+            f"{format_length(s.length)} at factor {s.factor!r}: {s.steps} steps of {s.batch}"
+            + (f" at rate {s.peak_rate!r}" if s.peak_rate else "")
+            for s in stages
         ),
         "seed": settings.seed,
         "learning rate": settings.peak_rate,

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ropext import loss, memory, train
 from ropext.errors import Refused, RopextError
 from ropext.load import load_model
 from ropext.pack import Corpus
-from ropext.schedule import plan_stages, rate_at
+from ropext.schedule import Wish, plan_stages, rate_at
 from ropext.state import saved_states
 from ropext.training import Settings
 from tests.tiny import make_checkpoint
@@ -36,9 +35,8 @@ SETTINGS = Settings(peak_rate=PEAK, seed=3, source="tiny", save_every=0.0, progr
 
 
 def schedule(lengths=(32, 64), batch_tokens=None):
-    return plan_stages(
-        lengths, native_length=32, window=64, progressive=True, steps_per_stage=STEPS, batch_tokens=batch_tokens
-    )
+    wishes = [Wish(length=length, steps=STEPS, batch_tokens=batch_tokens) for length in lengths]
+    return plan_stages(wishes, native_length=32, window=64, progressive=True)
 
 
 def text(seed=0):
@@ -232,7 +230,6 @@ def test_a_run_killed_in_the_middle_of_stage_2_goes_on_to_the_same_bits(checkpoi
     program = KILLED.format(root=root, checkpoint=str(checkpoint), folder=str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    time.sleep(1.1)  # TensorBoard orders the files of a run by name: by second, then by process
     resumed = Run(checkpoint, tmp_path)
     results = resumed.tune(resume=True)
     assert f"{STEPS + 2} of {2 * STEPS} steps were done" in resumed.said[0]

@@ -48,7 +48,8 @@ def test_patch_finetune_and_eval_take_up_where_the_last_one_ended(run):
     assert code == 0 and "demo-ntk-8k (the newest patched checkpoint)" in err
     assert [stage["length"] for stage in tuned["stages"]] == [2048, 4096, 8192]
     assert set(tuned["stages"][0]) == {
-        *("length", "factor", "steps", "tokens", "loss_first", "loss_last", "seconds", "peak_memory_bytes")
+        *("length", "factor", "steps", "tokens", "loss_first", "loss_last", "seconds", "peak_memory_bytes"),
+        *("held_out_before", "held_out_after"),
     }
     assert list(Path("ropext-runs/demo-ntk-8k-tuned.run/logs").rglob("events.out.tfevents.*"))
     code, out, err = run("eval --lengths 512,8192 --documents 2 --json")

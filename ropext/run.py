@@ -62,10 +62,10 @@ class Run:
 
     def train(self, *, device: str | None, resume: bool, say: Say) -> tuple[StageResult, ...]:
         """Run every stage; returns what each did. Leaves `out` whole, or resumable states in `folder`."""
+        self._check_room(device, say)
         native = self.extension.native_length
         lengths = sorted({native, *(stage.length for stage in self.stages)})
         prepared = self.material.read(load_tokenizer(self.source.path), lengths)
-        self._check_room(device, say)
         model: Any = load_model(self.source.path, device=self.team.device or device or default_device())
         check_weights_fit(self.source, model)
         before = self._losses_before(model, prepared.held_out)
